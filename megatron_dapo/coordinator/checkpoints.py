@@ -21,7 +21,7 @@ from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.coordinator.sampler import SamplerState
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger

@@ -25,7 +25,8 @@ from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.coordinator.resume import check_resume, manifest
-from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.monitor.console import Console, Count

@@ -27,10 +27,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group
+from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.coordinator.prompt_history import Groups, PromptHistory
+from megatron_dapo.coordinator.prompt_history import PromptHistory
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
 
@@ -63,28 +64,6 @@ def groups_ahead(config: Config, step: int) -> int:
         return 0
     later = config.run.rollout_steps - step
     return math.ceil(min(config.algorithm.dynamic_sampling.ahead, later) * config.algorithm.prompts_per_step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerState:
-    """What a checkpoint holds of the sampler."""
-
-    cursor: int
-    pass_rate: PassRate
-    carried: tuple[ScoredGroup, ...]
-    """Finished groups of positions from cursor on, in order. Positions before `next` that are neither here nor passed
-    over were in flight: a resumed run goes on from what `unfinished` has of them, and sends the others again."""
-    sent_with: tuple[int, ...] = ()
-    """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
-    token's counts."""
-    next: int | None = None
-    """The first position neither sent nor passed over. None in older checkpoints: then the one after `carried`."""
-    passed_over: tuple[int, ...] = ()
-    """Positions from cursor on that were passed over."""
-    history: Groups = field(default_factory=dict)
-    """With `retire_at` or `pools`."""
-    unfinished: tuple[ScoredGroup, ...] = ()
-    """What was drawn of groups in flight, in order: not judged, with the weight version at their dispatch."""
 
 
 @dataclass(kw_only=True, slots=True)

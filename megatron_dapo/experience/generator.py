@@ -133,7 +133,7 @@ class GroupGenerator:
         self._clock = RewardClock()
         self._writing: dict[int, tuple[Sequence[GenerationRequest], dict[int, Generation]]] = {}
         """Groups under way, by position: what was asked for, and what of it is complete."""
-        self._restored: dict[tuple[int, int], Sequence[Generation]] = {}
+        self._restored: dict[int, ScoredGroup] = {}
         self.finished = 0
         """Groups written and judged, since the start."""
 
@@ -146,7 +146,10 @@ class GroupGenerator:
         index = self.prompt_at(position)
         prompt = self._prompts[index]
         place = f"prompt {position} ({prompt.place})"
-        begun = self._restored.pop((position, weight_version), [None] * self._algorithm.group_size)
+        begun: Sequence[Generation | None] = [None] * self._algorithm.group_size
+        restored = self._restored.pop(position, None)
+        if restored is not None and restored.weight_version == weight_version:  # else it became too old
+            begun = [response.generation for response in restored.responses]
         requests = [self._request(prompt, position, weight_version, *each) for each in enumerate(begun)]
         complete: dict[int, Generation] = {}
         self._writing[position] = requests, complete
@@ -173,16 +176,14 @@ class GroupGenerator:
 
     def restore(self, groups: Iterable[ScoredGroup]) -> None:
         """Groups of `unfinished`, of a run that was ended: `group` goes on from what was drawn of them."""
-        for group in groups:
-            drawn = [response.generation for response in group.responses]
-            self._restored[group.position, group.weight_version] = drawn
+        self._restored = {group.position: group for group in groups}
 
     def unfinished(self, position: int, weight_version: int) -> ScoredGroup | None:
         """What was drawn until now of a group under way that was sent with these weights; not judged. None: nothing."""
-        requests, complete = self._writing.get(position, ((), {}))
-        drawn: Sequence[Generation] = self._restored.get((position, weight_version), ())
-        if requests:
-            drawn = [complete.get(at) or self._responder.so_far(request) for at, request in enumerate(requests)]
+        if position not in self._writing:
+            return self._restored.get(position)
+        requests, complete = self._writing[position]
+        drawn = [complete.get(at) or self._responder.so_far(request) for at, request in enumerate(requests)]
         if not any(generation.token_ids.size for generation in drawn):
             return None
         index = self.prompt_at(position)

@@ -3,7 +3,6 @@ the product's, the servers play a script in which every token can be checked."""
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig, OverlongConfig
 from megatron_dapo.coordinator import sampler as sampler_module
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
@@ -46,7 +46,7 @@ async def life(folder, state, seed, *, mode):
         group_size=GROUP,
         mini_batch_responses=PROMPTS * GROUP,
         overlong=OverlongConfig(buffer=400),
-        dynamic_sampling=DynamicSamplingConfig(max_staleness=3, surplus=1.0),
+        dynamic_sampling=DynamicSamplingConfig(max_staleness=3, surplus=3.0),
     )
     responder = Responder(fleet=fleet, pool=LastToken(), decoder=LastToken())
     prompts = scripted_prompts(500, answer="", verifier="last-token")
@@ -86,28 +86,29 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
 
     async def run():
-        state, made, parts, begun = start, {}, [], {}
-        for seed, first in enumerate((1, 3)):  # killed after step 2, resumed from there
+        state, made, parts, begun, step = start, {}, [], {}, 0
+        for seed in range(2):
             async with life(tmp_path, state, 10 * seed, mode=mode) as (sampler, ledger, served):
-                if first > 1:
+                if step:
                     continued = [group.position for group in state.unfinished]
-                    ledger.record(Event.RESUMED, rollout_step=2, weight_version=0, continued=continued)
-                for step in (first, first + 1):
+                    ledger.record(Event.RESUMED, rollout_step=step, weight_version=0, continued=continued)
+                enough = step + 2
+                while step < enough or (not seed and len(some) <= 5 and step < 8):
+                    step += 1
                     admission, state = await step_of(sampler, ledger, step, tmp_path, mode)
                     made |= {group.position: group for group in (*admission.kept, *admission.filtered)}
+                    drawn = [one.generation for each in state.unfinished for one in each.responses]
+                    some = [one for one in drawn if one.token_ids.size]
                 if mid_step:
-                    filling = asyncio.ensure_future(sampler.fill(first + 2, 0))
+                    filling = asyncio.ensure_future(sampler.fill(step + 1, 0))
                     await asyncio.sleep(0.2)
                     filling.cancel()
                     await asyncio.wait([filling])
-                if first == 1:
-                    begun = {
-                        one.generation.request_id: one.generation for each in state.unfinished for one in each.responses
-                    }
+                begun = begun or {one.request_id: one for one in drawn}
                 parts.append(served)
-        return made, parts, begun
+        return made, parts, begun, step
 
-    made, (_, after), begun = asyncio.run(asyncio.wait_for(run(), 60))
+    made, (_, after), begun, steps = asyncio.run(asyncio.wait_for(run(), 60))
     some = [one for one in begun.values() if one.token_ids.size]
     assert len(some) > 5, "nothing was in flight at the checkpoint: the test shows nothing"
     assert sorted(made) == list(range(len(made))), "every position decided, none twice"
@@ -131,7 +132,7 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     fates = check_ledger(events)
     standing = effective_events(events)
     trained = [event["prompt"] for event in standing if event["event"] == "trained"]
-    assert len(trained) == len(set(trained)) == 4 * PROMPTS
+    assert len(trained) == len(set(trained)) == steps * PROMPTS
     assert set(fates) == set(range(max(fates) + 1)), "no prompt is lost"
     continued = next(event["continued"] for event in events if event["event"] == "resumed")
     assert continued
@@ -144,23 +145,23 @@ def test_what_is_too_old_by_then_and_what_had_no_room_is_sent_again(tmp_path, mo
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
 
     async def first():
-        async with life(tmp_path, start, 0, mode="sync") as (sampler, ledger, _):
-            _, state = await step_of(sampler, ledger, 1, tmp_path, "sync")
+        async with life(tmp_path, start, 0, mode="async") as (sampler, ledger, _):
+            _, state = await step_of(sampler, ledger, 1, tmp_path, "async")
             whole = sum(group.tokens for group in state.unfinished)
             monkeypatch.setattr(sampler_module, "MOST_UNFINISHED", whole - 1)
-            less = sampler.snapshot(1)
+            less = sampler.snapshot(1)  # a little later: there may be more by now
         return state, less
 
     state, less = asyncio.run(asyncio.wait_for(first(), 60))
-    assert len(less.unfinished) == len(state.unfinished) - 1 > 0
-    positions = [group.position for group in state.unfinished]
-    assert [group.position for group in less.unfinished] == positions[:-1], "the first in line are kept"
+    positions = [group.position for group in less.unfinished]
+    assert 0 < len(positions) < len(state.unfinished)
+    assert positions == [group.position for group in state.unfinished][: len(positions)], "the first in line are kept"
 
     async def second():
         ledger = Ledger(tmp_path / "ledger.jsonl")
         ledger.record(Event.RESUMED, rollout_step=1, weight_version=9, continued=[g.position for g in less.unfinished])
         ledger.close()
-        async with life(tmp_path, replace(less, carried=(), sent_with=()), 10, mode="sync") as (sampler, _, parts):
+        async with life(tmp_path, less, 10, mode="sync") as (sampler, _, parts):
             await sampler.fill(2, 9)
         return parts
 
@@ -168,3 +169,21 @@ def test_what_is_too_old_by_then_and_what_had_no_room_is_sent_again(tmp_path, mo
     assert {part.request_id.split("-")[1] for part in parts} == {"v9"}, "sent again with these weights"
     assert all(part.prompt_tokens == 128 for part in parts if part.request_id.startswith(f"p{positions[0]}-"))
     assert check_ledger(read_ledger(tmp_path / "ledger.jsonl"))
+
+
+def test_a_group_that_goes_on_was_not_interrupted_and_is_finished_once():
+    def event(kind, prompt=None, **more):
+        return {"event": kind, "prompt": prompt, "rollout_step": 1, "weight_version": 1} | more
+
+    before = [event("dispatched", 0), event("dispatched", 1), event("dispatched", 2)]
+    before += [event("finished", 1), event("finished", 2), event("checkpoint")]  # both after its content was fixed
+    resumed = event("resumed", continued=[0, 1])
+    standing = effective_events([*before, resumed])
+    left = [(each["event"], each["prompt"]) for each in standing if each["event"] in ("finished", "interrupted")]
+    assert left == [("finished", 2), ("interrupted", 2)]
+    again = [event("dispatched", 2), *(event("finished", at) for at in (0, 1, 2))]
+    assert set(check_ledger([*before, resumed, *again]).values()) == {"finished"}
+    # A second kill, before the first checkpoint after the resume; and a ledger that names none.
+    assert check_ledger([*before, resumed, event("finished", 0), resumed, *again])
+    older = effective_events([*before, event("resumed")])
+    assert [each["prompt"] for each in older if each["event"] == "interrupted"] == [0, 1, 2]
