@@ -86,7 +86,7 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
 
     async def run():
-        state, made, parts, begun, step = start, {}, [], {}, 0
+        state, made, parts, begun, some, step = start, {}, [], {}, [], 0
         for seed in range(2):
             async with life(tmp_path, state, 10 * seed, mode=mode) as (sampler, ledger, served):
                 if step:
