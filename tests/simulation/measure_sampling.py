@@ -4,8 +4,9 @@ python -m tests.simulation.measure_sampling --json figures.json > table.md      
 
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
 the training and the new weights. Ours is the product's own sampler, in `sync` (what is in flight is interrupted, and
-goes on after the new weights, or is given up) and in `async` (`ahead` groups of the next batches stay in flight). simulation/modelled_engine.py states the model of a server,
-simulation/policies.py the other policies, megatron_dapo/plan/rollout.py the lengths and verdicts.
+goes on after the new weights, or is given up) and in `async` (`ahead` groups of the next batches stay in flight).
+simulation/modelled_engine.py states the model of a server, simulation/policies.py the other policies,
+megatron_dapo/plan/rollout.py the lengths and verdicts.
 """
 
 import argparse
