@@ -72,6 +72,10 @@ class GenerationRequest:
     """Decides the response in deterministic mode (0 .. 2**63 - 1); without it the server draws as it likes."""
     priority: int = 0
     """The smallest goes first where requests wait for a server. An interrupted request keeps its priority."""
+    holdable: bool = False
+    """Whether `RolloutFleet.hold` keeps it back."""
+    begun: "Generation | None" = None
+    """What was drawn of the response before, by a run that was ended: it goes on from there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,3 +127,9 @@ class Generation:
     def drawn(self) -> int:
         """T: the response's length."""
         return len(self.log_probs)
+
+    @property
+    def drawn_ids(self) -> np.ndarray:
+        """int32 [T]: `token_ids` without those that were given."""
+        given = [np.arange(first, first + tokens) for first, tokens in self.given]
+        return np.delete(self.token_ids, np.concatenate(given)) if given else self.token_ids

@@ -21,7 +21,7 @@ from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.coordinator.sampler import SamplerState
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
@@ -57,11 +57,14 @@ CONTROL = ("entropy_coefficient", "reference_step")
 
 
 def save_progress(progress: Progress, folder: Path) -> None:
-    """Write `progress.json` and `progress.npz` into `folder`."""
+    """Write `progress` (.json, .npz) into `folder`, and `unfinished` if there are such groups."""
     sampler = progress.sampler
+    if sampler.unfinished:
+        save_groups(folder, "unfinished", sampler.unfinished, {})
     extra = {name: getattr(progress, name) for name in (*COUNTERS, *CONTROL)}
     extra |= {name: getattr(sampler, name) for name in ("cursor", "next", "passed_over", "sent_with")}
     extra["pass_rate"] = asdict(sampler.pass_rate)
+    extra["unfinished"] = len(sampler.unfinished)
     extra["history"] = [[prompt, step, rates] for prompt, (step, rates) in sampler.history.items()]
     save_groups(folder, "progress", sampler.carried, extra)
 
@@ -78,7 +81,8 @@ def load_progress(folder: Path) -> Progress:
         history = {prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())}
         about: dict[str, Any] = {name: tuple(extra.get(name, ())) for name in ("passed_over", "sent_with")}
         about |= {"cursor": extra["cursor"], "next": extra.get("next"), "pass_rate": PassRate(**extra["pass_rate"])}
-        state = SamplerState(carried=carried, history=history, **about)
+        unfinished = load_groups(folder, "unfinished")[0] if extra.get("unfinished") else ()
+        state = SamplerState(carried=carried, history=history, unfinished=unfinished, **about)
         control = {name: extra[name] for name in CONTROL if name in extra}
         return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state, **control)
     except (KeyError, TypeError) as error:

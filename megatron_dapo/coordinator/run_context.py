@@ -25,7 +25,8 @@ from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.coordinator.resume import check_resume, manifest
-from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.experience.thinking import thinking_limit
@@ -105,7 +106,8 @@ async def start_run(run: RunBase) -> RunContext:
     if config.run.resume:
         if progress.rollout_step or (run_dir.path / "manifest.json").exists():  # a batch script's first start has none
             run.console.note(f"resuming after rollout step {progress.rollout_step}")
-        ledger.record(Event.RESUMED, rollout_step=progress.rollout_step, weight_version=progress.weight_version)
+        at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version}
+        ledger.record(Event.RESUMED, **at, continued=[group.position for group in progress.sampler.unfinished])
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))
     if config.monitor.wandb.mode != "off":
@@ -136,7 +138,12 @@ async def start_run(run: RunBase) -> RunContext:
 
     generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
     stages = [stage.from_step for stage in config.rollout.stages]
-    sampler = DynamicSampler(config.algorithm, generator.group, ledger, progress.sampler, generator.prompt_at, stages)
+    generator.restore(progress.sampler.unfinished)
+    keeping: dict[str, Any] = {"holding": fleet, "unfinished": generator.unfinished}
+    if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
+        keeping = {}
+    algorithm, prompt_at = config.algorithm, generator.prompt_at
+    sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, **keeping)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(

@@ -9,10 +9,11 @@ The sampler waits for the group at the cursor, however many later ones are finis
 long one. How many prompts to dispatch follows from the groups decided so far, never from which ones finished first, so
 the same run gives the same batches.
 
-What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) all of
-it is finished by then; or, with `max_staleness` = 0, given up at once, since the next step would send it again. With
-look-ahead so much is dispatched that the next batches are being written while the actor trains, and what is unfinished
-then survives the new weights.
+What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) what
+is unfinished is interrupted then, and goes on in the next step from the tokens that it has. With `max_staleness` = 0
+all is given up at once, since the next step would send it again; and where timing may decide nothing, its end is
+awaited. With look-ahead so much is dispatched that the next batches are being written while the actor trains, and what
+is unfinished then survives the new weights.
 
 A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
 and generated again. Its age counts from its dispatch, so whether it expires follows from its position alone, not from
@@ -22,19 +23,32 @@ how long its responses turned out to be: expiry favours no length.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group
+from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.coordinator.prompt_history import Groups, PromptHistory
+from megatron_dapo.coordinator.prompt_history import PromptHistory
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
+
+
+MOST_UNFINISHED = 1 << 28
+"""Tokens of unfinished groups in a checkpoint, the first in line: 3 GiB. What is left out is sent again."""
+
+
+class Holding(Protocol):
+    """What keeps unfinished groups between two batches: `rollout.fleet.fleet.RolloutFleet`."""
+
+    async def hold(self) -> None: ...
+
+    def let_go(self) -> None: ...
 
 
 class OversamplingLimit(RuntimeError):
@@ -50,26 +64,6 @@ def groups_ahead(config: Config, step: int) -> int:
         return 0
     later = config.run.rollout_steps - step
     return math.ceil(min(config.algorithm.dynamic_sampling.ahead, later) * config.algorithm.prompts_per_step)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerState:
-    """What a checkpoint holds of the sampler."""
-
-    cursor: int
-    pass_rate: PassRate
-    carried: tuple[ScoredGroup, ...]
-    """Finished groups of positions from cursor on, in order. Positions before `next` that are neither here nor passed
-    over were in flight: a resumed run sends them again."""
-    sent_with: tuple[int, ...] = ()
-    """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
-    token's counts."""
-    next: int | None = None
-    """The first position neither sent nor passed over. None in older checkpoints: then the one after `carried`."""
-    passed_over: tuple[int, ...] = ()
-    """Positions from cursor on that were passed over."""
-    history: Groups = field(default_factory=dict)
-    """With `retire_at` or `pools`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,10 +91,14 @@ class DynamicSampler:
         state: SamplerState,
         prompt_at: Callable[[int], int] = lambda position: position,
         stages: Sequence[int] = (),
+        holding: Holding | None = None,
+        unfinished: Callable[[int, int], ScoredGroup | None] = lambda position, version: None,
     ) -> None:
         """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
-        another way; what was sent before is then generated again."""
-        self._stages = stages
+        another way; what was sent before is then generated again. `holding`: keeps what is unfinished when a batch is
+        full; None: its end is awaited. `unfinished`: (position, weight version at its dispatch) -> what was drawn of a
+        group; what `state` has of it, `generate` goes on from."""
+        self._stages, self._holding, self._unfinished = stages, holding, unfinished
         self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
         self._next, self._pass_rate = state.cursor, state.pass_rate
         self._history = PromptHistory(config.dynamic_sampling, state.history)
@@ -112,6 +110,8 @@ class DynamicSampler:
         self._restored = {
             group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
         }
+        self._begun = {group.position: group.weight_version for group in state.unfinished}
+        """Weight versions of the groups in flight that go on."""
         self._flight: deque[_Sent] = deque()
         self._generated: list[ScoredGroup] = []
         """Finished since the last batch was full."""
@@ -127,7 +127,7 @@ class DynamicSampler:
 
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
-        as carried; those in flight are not in it."""
+        as carried; of those in flight it has what was drawn."""
         finished = [(sent.group.result(), sent.version) for sent in self._flight if sent.finished]
         carried = [*self._restored.values(), *finished]
         for group, _ in carried:
@@ -142,7 +142,16 @@ class DynamicSampler:
             pass_rate=self._pass_rate,
             carried=tuple(group for group, _ in carried),
             sent_with=tuple(version for _, version in carried),
+            unfinished=tuple(self._drawn_of(sent for sent in self._flight if not sent.finished)),
         )
+
+    def _drawn_of(self, flight: Iterable["_Sent"]) -> Iterator[ScoredGroup]:
+        room = MOST_UNFINISHED
+        for sent in flight:
+            group = self._unfinished(sent.position, sent.version)
+            room -= group.tokens if group is not None else 0
+            if group is not None and room >= 0:
+                yield group
 
     async def fill(
         self,
@@ -152,7 +161,7 @@ class DynamicSampler:
         *,
         ahead: int = 0,
     ) -> Admission:
-        """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is in flight then.
+        """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is drawn then.
 
         Args:
             weight_version: of the servers; it does not change before this returns.
@@ -170,6 +179,8 @@ class DynamicSampler:
         try:
             self._history.begin_step(rollout_step)
             expired, expired_tokens = await self._take_up(rollout_step, weight_version)
+            if self._holding is not None:
+                self._holding.let_go()
             batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
             predicted = min(limit, self._needed(wanted, 0, ahead, max(0.0, sampling.surplus)))
             while len(batch.kept) < wanted and batch.decided < limit:
@@ -184,6 +195,9 @@ class DynamicSampler:
                 self._next = self._flight[0].position if self._flight else self._next
                 self._flight.clear()
                 self._skipped = {position for position in self._skipped if position < self._next}
+            elif ahead == 0 and self._holding is not None:
+                if not all(sent.finished for sent in self._flight):
+                    await self._holding.hold()
             elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:
@@ -224,14 +238,17 @@ class DynamicSampler:
         return rate.prompts_to_send(missing, in_flight, 0.0 if ahead else surplus)
 
     async def _take_up(self, rollout_step: int, weight_version: int) -> tuple[int, int]:
-        """After a resume, put the carried groups in line and send again what was in flight. Then send again whatever is
-        too old. Returns how many groups that were, and the tokens of the finished ones."""
+        """After a resume, put the carried groups in line, and what was in flight: it goes on from its tokens, or is
+        sent again. Then send again whatever is too old. Returns how many groups that were, and the tokens of the
+        finished ones."""
         end, self._resumed_next = max(self._next, self._resumed_next), 0
         restored, self._restored = self._restored, {}
         for position in range(self._next, end):
             if position in restored:
                 group, version = restored[position]
                 self._flight.append(_Sent(position=position, version=version, group=_already(group)))
+            elif position in self._begun:
+                self._flight.append(self._write_group(position, rollout_step, self._begun.pop(position)))
             elif position not in self._skipped:  # what was sent stays sent, whatever is retired by now
                 self._flight.append(self._send(position, rollout_step, weight_version))
         self._next = end
@@ -278,6 +295,9 @@ class DynamicSampler:
 
     def _send(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         self._write(Event.DISPATCHED, position, rollout_step, weight_version)
+        return self._write_group(position, rollout_step, weight_version)
+
+    def _write_group(self, position: int, rollout_step: int, weight_version: int) -> _Sent:
         task = asyncio.create_task(self._finish(position, rollout_step, weight_version))
         return _Sent(position=position, version=weight_version, group=task)
 

@@ -16,7 +16,7 @@ from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
-from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse, unjudged
 from megatron_dapo.monitor.console import Count
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
@@ -69,6 +69,17 @@ class Responder:
             raise EngineAborted(f"{place}: a server gave up on response {generation.request_id}")
         return generation
 
+    def so_far(self, request: GenerationRequest) -> Generation:
+        """What was drawn of a response until now; it ends by ABORT unless it is complete."""
+        nothing = Generation(
+            request_id=request.request_id,
+            token_ids=np.zeros(0, np.int32),
+            log_probs=np.zeros(0, np.float32),
+            weight_versions=np.zeros(0, np.int32),
+            finish_reason=FinishReason.ABORT,
+        )
+        return self._fleet.so_far(request.request_id) or request.begun or nothing
+
     async def judge(
         self, place: str, prompt: Prompt, responses: Sequence[np.ndarray]
     ) -> tuple[list[VerificationRequest], list[Verdict]]:
@@ -120,6 +131,9 @@ class GroupGenerator:
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
+        self._writing: dict[int, tuple[Sequence[GenerationRequest], dict[int, Generation]]] = {}
+        """Groups under way, by position: what was asked for, and what of it is complete."""
+        self._restored: dict[int, ScoredGroup] = {}
         self.finished = 0
         """Groups written and judged, since the start."""
 
@@ -132,13 +146,25 @@ class GroupGenerator:
         index = self.prompt_at(position)
         prompt = self._prompts[index]
         place = f"prompt {position} ({prompt.place})"
-        with self._clock.measure("writing"):
-            generations = await gather_or_cancel(
-                self._responder.generate(place, self._request(prompt, position, weight_version, sample))
-                for sample in range(self._algorithm.group_size)
-            )
-        with self._clock.measure("judging"):
-            responses = await self._judge(place, prompt, generations, self._sampling(weight_version).max_new_tokens)
+        begun: Sequence[Generation | None] = [None] * self._algorithm.group_size
+        restored = self._restored.pop(position, None)
+        if restored is not None and restored.weight_version == weight_version:  # else it became too old
+            begun = [response.generation for response in restored.responses]
+        requests = [self._request(prompt, position, weight_version, *each) for each in enumerate(begun)]
+        complete: dict[int, Generation] = {}
+        self._writing[position] = requests, complete
+
+        async def one(sample: int) -> Generation:
+            complete[sample] = generation = await self._responder.generate(place, requests[sample])
+            return generation
+
+        try:
+            with self._clock.measure("writing"):
+                generations = await gather_or_cancel(map(one, range(len(requests))))
+            with self._clock.measure("judging"):
+                responses = await self._judge(place, prompt, generations, self._sampling(weight_version).max_new_tokens)
+        finally:
+            del self._writing[position]
         self.finished += 1
         return ScoredGroup(
             position=position,
@@ -148,11 +174,34 @@ class GroupGenerator:
             responses=responses,
         )
 
+    def restore(self, groups: Iterable[ScoredGroup]) -> None:
+        """Groups of `unfinished`, of a run that was ended: `group` goes on from what was drawn of them."""
+        self._restored = {group.position: group for group in groups}
+
+    def unfinished(self, position: int, weight_version: int) -> ScoredGroup | None:
+        """What was drawn until now of a group under way that was sent with these weights; not judged. None: nothing."""
+        if position not in self._writing:
+            return self._restored.get(position)
+        requests, complete = self._writing[position]
+        drawn = [complete.get(at) or self._responder.so_far(request) for at, request in enumerate(requests)]
+        if not any(generation.token_ids.size for generation in drawn):
+            return None
+        index = self.prompt_at(position)
+        return ScoredGroup(
+            position=position,
+            prompt_index=index,
+            prompt_ids=self._prompts[index].ids,
+            weight_version=weight_version,
+            responses=tuple(map(unjudged, drawn)),
+        )
+
     def take_reward_seconds(self) -> float:
         """Seconds, since the last call, in which verdicts were awaited and no response was being written."""
         return self._clock.take()
 
-    def _request(self, prompt: Prompt, position: int, weight_version: int, sample: int) -> GenerationRequest:
+    def _request(
+        self, prompt: Prompt, position: int, weight_version: int, sample: int, begun: Generation | None
+    ) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"p{position}-v{weight_version}-s{sample}.",  # the dot: SGLang aborts by prefix
             group_id=f"p{position}",
@@ -160,6 +209,8 @@ class GroupGenerator:
             sampling=self._sampling(weight_version),
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
+            holdable=True,
+            begun=begun,
         )
 
     async def _judge(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reward.verdict import Verdict
+from reward.verdict import Rule, Verdict
 from rollout.generation import FinishReason, Generation
 
 
@@ -39,6 +39,14 @@ class ScoredResponse:
     def interrupted(self) -> bool:
         """Whether its thinking was ended by `rollout.thinking_budget`."""
         return bool(self.generation.given)
+
+
+def unjudged(generation: Generation) -> ScoredResponse:
+    """A response of a group that is not finished, as a checkpoint holds it."""
+    verdict = Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED, seconds=0.0, error="unfinished")
+    return ScoredResponse(
+        generation=generation, text="", verdict=verdict, accuracy=False, reward_raw=0.0, reward_shaped=0.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +85,7 @@ class Admission:
     carried_tokens: int
     """Response tokens of those groups."""
     in_flight: int
-    """Groups past the end of the batch that are still being written; 0 without look-ahead."""
+    """Groups past the end of the batch that are still being written, or were interrupted."""
     expired: int
     """Groups that had become too old when this step began and were generated again."""
     expired_tokens: int

@@ -3,7 +3,8 @@
 All servers together are one: they hold equally many responses, which all grow by one token a decode step. A decode step
 reads the weights and the KV cache of what is running once, or calculates, whichever takes longer, and has an overhead.
 Prompts are dispatched as `coordinator.sampler` does it, by the same two functions: in prompt order, as many as the
-pass rate asks for, until the batch is full; the step ends when nothing is in flight, and the surplus is carried over.
+pass rate asks for, until the batch is full. The surplus is interrupted then and goes on in the next step, after its
+prefixes were read again; or its end is awaited, or it is given up.
 
 Left out: what the balancer leaves unequal, a server's own retractions when its KV cache is full (instead only as many
 run as have room at their mean length), and rewards, which are judged meanwhile.
@@ -18,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,11 +137,21 @@ class Fleet:
         return body_s + self.head_s * running
 
 
-def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int) -> list["RolloutStep"]:
-    """`steps` rollout steps one after the other; the first has nothing carried over."""
+Carried = tuple[Group, Sequence[tuple[int, int]]]
+"""A group, and of each unfinished response its length and the tokens that it has."""
+
+
+def fill_batches(
+    algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Group], steps: int, *, interrupts: bool = True
+) -> list["RolloutStep"]:
+    """`steps` rollout steps one after the other; the first has nothing carried over.
+
+    Args:
+        interrupts: whether a surplus that is carried over is interrupted; else its end is awaited.
+    """
     sampling = algorithm.dynamic_sampling
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)
-    carried: deque[Group] = deque()
+    carried: list[Carried] = []
     limit = int((sampling.max_oversampling if sampling.filter == "refill" else 1) * algorithm.prompts_per_step)
     done = []
     for _ in range(steps):
@@ -155,12 +166,12 @@ def fill_batches(algorithm: AlgorithmConfig, fleet: Fleet, source: Iterator[Grou
             rate = rate.update(kept=int(group.kept), filtered=int(not group.kept))
             if group.kept or sampling.filter == "off":
                 step.kept.append(group)
-        surplus = [group for group, _ in step.flight]
         if sampling.max_staleness:
-            step.drain()
-            carried = deque(surplus)
+            if not interrupts:
+                step.drain()
+            carried = step.interrupt()
         else:  # given up, and sent again by the next step
-            source = itertools.chain(surplus, source)
+            source = itertools.chain([group for group, _ in step.flight], source)
         done.append(step)
     return done
 
@@ -170,21 +181,25 @@ class RolloutStep:
     a response that had run from the start reach a mark of its own: a heap of marks is all that is needed.
 
     `seconds` have passed; `kept` is the batch; in `flight` are the groups not looked at yet, at the end those that the
-    next step begins with; `groups` and their `tokens` were sent in this step, what was carried into it not counted.
+    next step begins with; `groups` were sent in this step, what was carried into it not counted; `tokens` were drawn in
+    it, what is given up at its end counted as if it had been drawn whole.
     """
 
-    def __init__(self, fleet: Fleet, source: Iterator[Group], carried: "deque[Group]") -> None:
+    def __init__(self, fleet: Fleet, source: Iterator[Group], carried: Sequence[Carried]) -> None:
         self.fleet = fleet
         self.source = source
-        self.flight: deque[tuple[Group, int]] = deque((group, -1) for group in carried)
+        self.flight: deque[tuple[Group, int]] = deque()
         self.kept: list[Group] = []
         self.seconds = self._full_until = 0.0
         self.tokens = self.groups = 0
         self._clock = 0.0
         self._running: list[tuple[float, int, int]] = []
         self._context = 0.0
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[tuple[int, int, int]] = deque()
         self._left: list[int] = []
+        for group, unfinished in carried:
+            self._send(group, unfinished)
+        self._admit()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -200,18 +215,14 @@ class RolloutStep:
         """Send the next `count` prompts."""
         for _ in range(max(0, count)):
             group = next(self.source)
-            number = len(self._left)
-            self._left.append(len(group.lengths))
-            self._waiting.extend((length, number) for length in group.lengths)
-            self.flight.append((group, number))
+            self._send(group, [(length, 0) for length in group.lengths])
             self.groups += 1
-            self.tokens += sum(group.lengths)
         self._admit()
 
     def head(self) -> Group:
         """The first group in prompt order, once it is finished."""
         group, number = self.flight.popleft()
-        while number >= 0 and self._left[number]:
+        while self._left[number]:
             self._advance()
         return group
 
@@ -220,12 +231,29 @@ class RolloutStep:
         while self._running:
             self._advance()
 
+    def interrupt(self) -> list[Carried]:
+        """End the step here. Returns what is in flight, in order."""
+        unfinished: dict[int, list[tuple[int, int]]] = {number: [] for _, number in self.flight}
+        for mark, number, length in self._running:
+            unfinished[number].append((length, length - math.ceil(mark - self._clock)))
+        for length, number, drawn in self._waiting:
+            unfinished[number].append((length, drawn))
+        self.tokens -= sum(length - drawn for left in unfinished.values() for length, drawn in left)
+        return [(group, unfinished[number]) for group, number in self.flight]
+
+    def _send(self, group: Group, unfinished: Sequence[tuple[int, int]]) -> None:
+        number = len(self._left)
+        self._left.append(len(unfinished))
+        self._waiting.extend((length, number, drawn) for length, drawn in unfinished)
+        self.flight.append((group, number))
+        self.tokens += sum(length - drawn for length, drawn in unfinished)
+
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.fleet.slots:
-            length, number = self._waiting.popleft()
-            heapq.heappush(self._running, (self._clock + length, number, length))
-            self._context += self.fleet.mean_prompt
-            self.seconds += self.fleet.prefill_s
+            length, number, drawn = self._waiting.popleft()
+            heapq.heappush(self._running, (self._clock + length - drawn, number, length))
+            self._context += self.fleet.mean_prompt + drawn
+            self.seconds += self.fleet.prefill_s * (1 + drawn / max(1.0, self.fleet.mean_prompt))
         if len(self._running) * 2 >= self.fleet.slots:
             self._full_until = self.seconds
 

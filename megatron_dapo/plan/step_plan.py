@@ -94,7 +94,10 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
         steps: rollout steps that are simulated and averaged, after `WARM_STEPS`.
     """
     config, workload, fleet = case.config, case.workload, fleet_of(case, memory)
-    filled = fill_batches(config.algorithm, fleet, groups(workload, seed), WARM_STEPS + steps)[WARM_STEPS:]
+    # In async mode what is left when a batch is full belongs to the tail, which the training hides.
+    interrupts = config.run.mode != "async" and not config.rollout.deterministic
+    source = groups(workload, seed)
+    filled = fill_batches(config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)[WARM_STEPS:]
     passes = [_passes(case, one.lengths, state) for one in filled]
     whole = [sum(part.seconds for part in parts) for parts, _ in passes]
     # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,

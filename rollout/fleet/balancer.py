@@ -27,6 +27,7 @@ class _Waiter:
     avoid: Member | None
     """The server that failed this request. It goes to another one while there is one."""
     place: "asyncio.Future[Member]"
+    holdable: bool = False
 
 
 class Balancer:
@@ -42,25 +43,36 @@ class Balancer:
         self._ended: RolloutError | None = None
         self._waiting: list[_Waiter] = []
         """By priority, then by arrival."""
+        self._held: list[_Waiter] | None = None
+        """Those that are kept back, likewise. None: none is."""
         self._group_server: dict[str, Member] = {}
         """Of the groups asked for last, the newest at the end."""
 
     @property
     def waiting(self) -> int:
-        """Requests without a server."""
+        """Requests without a server, but for those that are kept back."""
         return sum(not waiter.place.done() for waiter in self._waiting)
 
-    async def acquire(self, group_id: str, priority: int = 0, avoid: Member | None = None) -> Member:
+    @property
+    def is_open(self) -> bool:
+        """Whether requests start."""
+        return self._open
+
+    async def acquire(
+        self, group_id: str, priority: int = 0, avoid: Member | None = None, *, holdable: bool = False
+    ) -> Member:
         """A place at a server, to be given back by `release`. The smallest `priority` goes first. The supervisor bounds
         the wait: it calls `refuse`.
 
         Args:
             avoid: a server that failed this request. It gets it again only while no other one serves.
+            holdable: whether `hold` keeps it back. It then waits for `let_go`, as long as that takes.
         """
         if self._ended is not None:
             raise self._ended
-        waiter = _Waiter(group_id, priority, avoid, asyncio.get_running_loop().create_future())
-        insort(self._waiting, waiter, key=lambda each: each.priority)
+        waiter = _Waiter(group_id, priority, avoid, asyncio.get_running_loop().create_future(), holdable)
+        queue = self._held if holdable and self._held is not None else self._waiting
+        insort(queue, waiter, key=lambda each: each.priority)
         self.dispatch()
         try:
             return await waiter.place
@@ -98,8 +110,22 @@ class Balancer:
         self._open = True
         self.dispatch()
 
+    def hold(self) -> None:
+        """Keeps back every request that may be, until `let_go`; all others go on."""
+        held = [waiter for waiter in self._waiting if waiter.holdable]
+        self._waiting = [waiter for waiter in self._waiting if not waiter.holdable]
+        self._held = sorted([*(self._held or ()), *held], key=lambda each: each.priority)
+
+    def let_go(self) -> None:
+        """Puts the requests that were kept back into the queue."""
+        if self._held is not None:
+            self._waiting = sorted([*self._held, *self._waiting], key=lambda each: each.priority)
+            self._held = None
+            self.dispatch()
+
     def end(self, error: RolloutError) -> None:
         """Refuses all requests, now and later."""
+        self.let_go()
         self._ended = error
         self.refuse(error)
 

@@ -139,6 +139,21 @@ class RolloutFleet:
         self.statistics.served(part)
         self.observe(part)
 
+    async def hold(self) -> None:
+        """Interrupts all responses that are drawn and returns when no server draws. Requests that are `holdable`, later
+        ones too, wait with their tokens until `let_go`, whatever is published or released meanwhile; the time counts
+        towards no deadline. Others go on."""
+        await self._publisher.hold()
+
+    def let_go(self) -> None:
+        """Ends `hold`: what was kept back goes on with the weights that the servers hold by now."""
+        self._balancer.let_go()
+
+    def so_far(self, request_id: str) -> Generation | None:
+        """What was drawn of a response that is under way, with what its server has streamed; None: nothing. It ends by
+        ABORT unless it is complete."""
+        return self._requests.so_far(request_id)
+
     async def release_memory(self) -> tuple[float | None, ...]:
         """Every server leaves its accelerators' memory; requests wait until `resume_memory`.
 

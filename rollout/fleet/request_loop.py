@@ -5,7 +5,7 @@
 
 An attempt ends in one of four ways:
   - complete: the reply ends the response.
-  - interrupted: a publish ended it. The response goes on with the new weights; no server failed.
+  - interrupted: a publish or `hold` ended it. The response goes on with the weights of then; no server failed.
   - failed: the server gave no usable answer, or stopped early. What it streamed is kept, the rest is asked for at
     another server, and the failure counts towards `rollout.max_attempts`.
   - refused: the request is wrong, and the error goes to the caller.
@@ -40,7 +40,25 @@ class Response:
     request: GenerationRequest
     parts: list[tuple[Reply, int]] = field(default_factory=list)
     """(tokens, weight version that drew them), in order."""
+    streaming: tuple[Member, Sequence[Reply], int] | None = None
+    """The server that draws the next part, what it has sent of it, and its weight version."""
     _given: tuple[tuple[int, int], ...] | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "Response":
+        """With what was drawn before."""
+        begun = request.begun
+        if begun is None or not begun.drawn:
+            return cls(request)
+        edges = np.flatnonzero(np.diff(begun.weight_versions)) + 1
+        split = (np.split(array, edges) for array in (begun.drawn_ids, begun.log_probs, begun.weight_versions))
+        drawn = [
+            (Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.ABORT, weight_label=None), by)
+            for ids, log_probs, by in zip(*split, strict=True)
+        ]
+        parts = [(reply, int(by[0])) for reply, by in drawn]
+        parts[-1] = replace(parts[-1][0], finish_reason=begun.finish_reason), parts[-1][1]
+        return cls(request, parts)
 
     @property
     def drawn(self) -> np.ndarray:
@@ -121,6 +139,8 @@ class RequestLoop:
     observe: Callable[[ServedPart], None]
     _awaited: dict[str, tuple[str, str, float, Sequence[Reply]]] = field(default_factory=dict, init=False)
     """Responses that servers owe: {id of the call: (request, server, since when, what has come)}, the oldest first."""
+    _responses: dict[str, Response] = field(default_factory=dict, init=False)
+    """Under way, by the id of the request."""
     _drawn: int = field(default=0, init=False)
     """Tokens of all answers."""
     _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
@@ -128,20 +148,38 @@ class RequestLoop:
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
         self._check_vocabulary(request)
-        response = Response(request)
-        failures, failed = 0, None
-        while True:
-            member = await self.balancer.acquire(request.group_id, request.priority, avoid=failed)
+        response = self._responses[request.request_id] = Response.of(request)
+        try:
+            return await self._until_complete(response)
+        finally:
+            self._responses.pop(request.request_id, None)
+
+    def so_far(self, request_id: str) -> Generation | None:
+        """See `RolloutFleet.so_far`."""
+        response = self._responses.get(request_id)
+        if response is None:
+            return None
+        now = Response(response.request, [*response.parts])
+        if response.streaming is not None:
+            member, segments, version = response.streaming
+            streamed = self._streamed(member, segments, response)
+            now.parts += [(streamed, version)] if streamed is not None else []
+        return now.generation(now.finish_reason or FinishReason.ABORT) if now.parts else None
+
+    async def _until_complete(self, response: Response) -> Generation:
+        request, failures, failed = response.request, 0, None
+        while response.finish_reason is None:
+            priority, holdable = request.priority, request.holdable
+            member = await self.balancer.acquire(request.group_id, priority, avoid=failed, holdable=holdable)
             try:
                 failure = await self._attempt(member, response)
             finally:
                 self.balancer.release(member)
-            if response.finish_reason is not None:
-                return response.generation(response.finish_reason)
             failed = None
-            if failure is not None:
+            if failure is not None and response.finish_reason is None:
                 failures, failed = failures + 1, member
                 await self._after_failure(request.request_id, failures, failure)
+        return response.generation(response.finish_reason)
 
     def load(self) -> tuple[int, int, float]:
         """See `RolloutFleet.load`."""
@@ -178,29 +216,33 @@ class RequestLoop:
 
     async def _attempt(self, member: Member, response: Response) -> str | None:
         """Asks one server for the rest of the response. Returns why the server did not finish its part; None: it did,
-        or a publish interrupted it."""
+        or it was interrupted."""
         request, prompt, left = response.request, response.prompt_ids, response.tokens_left
         version, publishes, start = member.weight_version, self.publisher.interruptions, time.time()
         segments: list[Reply] = []
         reply: Reply | None = None
         failure = None
+        response.streaming = member, segments, version
         try:
             reply = await self._call(member, response, prompt, segments)
             member.last_answer = time.monotonic()
-            if reply.finish_reason is FinishReason.ABORT and self.publisher.interruptions == publishes:
+            # One that got its place just before an interruption begins within it, while the balancer is closed.
+            interrupted = self.publisher.interruptions != publishes or not self.balancer.is_open
+            if reply.finish_reason is FinishReason.ABORT and not interrupted:
                 failure = f"{member.url} ended the response before its end"
         except ServerUnavailable as error:
             failure = str(error)
             if member.state is State.READY:  # no new requests until the supervisor has probed it
                 member.enter(State.SUSPECT, failure)
-            with suppress(RolloutError):  # what it had streamed, if that can be used
-                reply = self._checked(member, join_segments(segments), response) if segments else None
+            reply = self._streamed(member, segments, response)
         except ServerRefused:
             if not response.parts or left > CONTEXT_RESERVE:
                 raise
             # The response fills the context. A response that goes on may not use the last tokens of it.
             ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
             reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
+        finally:
+            response.streaming = None
         if reply is not None:
             response.parts.append((reply, version))
             self._drawn += reply.token_ids.size
@@ -247,6 +289,12 @@ class RequestLoop:
         finally:
             call.cancel()
             del self._awaited[rid]
+
+    def _streamed(self, member: Member, segments: Sequence[Reply], response: Response) -> Reply | None:
+        """What a server has sent of a part, if that can be used."""
+        with suppress(RolloutError):
+            return self._checked(member, join_segments(segments), response) if segments else None
+        return None
 
     def _abort(self, member: Member, rid: str) -> None:
         """In the background: without it a server notices only seconds later that nobody waits for an answer."""

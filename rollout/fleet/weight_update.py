@@ -114,7 +114,7 @@ class Publisher:
     balancer: Balancer
     current: Published | None = field(default=None, init=False)
     interruptions: int = field(default=0, init=False)
-    """Publishes that ended running requests. It tells a request whether a publish aborted it."""
+    """Times that running requests were ended, by a publish or by `hold`: whether a request was aborted by one."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def bring_up_to_date(self, member: Member) -> None:
@@ -138,6 +138,20 @@ class Publisher:
                 member.enter(State.READY)
                 self.balancer.dispatch()
                 return
+
+    async def hold(self) -> None:
+        """Interrupts what the servers draw and keeps back requests that may be; see `RolloutFleet.hold`."""
+        async with self._one_at_a_time:
+            self.balancer.hold()
+            self.balancer.close()
+            try:
+                serving = [member for member in self.balancer.members if member.serving]
+                self.interruptions += any(member.in_flight for member in serving)
+                await asyncio.gather(*map(self._drain_or_end, serving))
+                while any(member.in_flight for member in self.balancer.members):  # of a server that went down
+                    await asyncio.sleep(_DRAIN_POLL_S)
+            finally:
+                self.balancer.open()
 
     async def publish(self, weights: OnDisk | WeightStream, weight_version: int) -> PublishReport:
         """Updates the serving servers while no request starts; see `RolloutFleet.publish`."""
@@ -200,6 +214,13 @@ class Publisher:
         await member.call(self._stop_drawing(member))
         assert member.info is not None
         return Target(url=member.url, info=member.info, restarts=member.restarts)
+
+    async def _drain_or_end(self, member: Member) -> None:
+        try:
+            await self._drain(member)
+        except ServerUnavailable as error:
+            if member.serving:
+                member.enter(State.DOWN, f"interruption of its requests: {error}")
 
     async def _drain(self, member: Member) -> None:
         """Ends what the server draws; each request keeps its tokens and waits for the balancer to open.

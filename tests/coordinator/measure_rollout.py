@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.run import tune_collector
-from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.data.tokenizer import decoder_of
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import Admission

@@ -13,7 +13,7 @@ from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.batch import step_arrays
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.reference import _remove_unnamed, reference_folder
-from megatron_dapo.coordinator.sampler import SamplerState
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import load_groups, save_groups

@@ -30,9 +30,11 @@ from megatron_dapo.coordinator.checkpoints import (
     save_progress,
 )
 from megatron_dapo.coordinator.run_context import first_progress
-from megatron_dapo.coordinator.sampler import SamplerState
-from megatron_dapo.storage.group_files import GroupFileError
+from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.groups import unjudged
+from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError
+from rollout.generation import FinishReason
 from tests.coordinator.test_sampler import group
 
 
@@ -40,7 +42,14 @@ from tests.coordinator.test_sampler import group
 def saved(tmp_path):
     carried = (group(7, 2, 5, version=3), group(8, 1, 9, version=3))
     rate = PassRate.start(0.3).update(kept=2, filtered=5)
-    state = SamplerState(cursor=7, pass_rate=rate, carried=carried, next=12, passed_over=(9, 11))
+    drawn = [one.generation for one in group(10, 0, 4, version=2).responses]
+    drawn[1:] = [dataclasses.replace(one, finish_reason=FinishReason.ABORT) for one in drawn[1:]]
+    nothing = {name: getattr(drawn[3], name)[:0] for name in ("token_ids", "log_probs", "weight_versions")}
+    drawn[3] = dataclasses.replace(drawn[3], **nothing)
+    unfinished = dataclasses.replace(group(10, 0, 4, version=2), responses=tuple(map(unjudged, drawn)))
+    state = SamplerState(
+        cursor=7, pass_rate=rate, carried=carried, next=12, passed_over=(9, 11), unfinished=(unfinished,)
+    )
     progress = Progress(rollout_step=3, optimizer_step=12, weight_version=3, sampler=state)
     save_progress(progress, tmp_path)
     return progress, tmp_path
@@ -59,7 +68,21 @@ def test_what_was_saved_comes_back_equal(saved):
     assert plain(load_progress(folder)) == plain(progress)
 
 
-@pytest.mark.parametrize("name", ["progress.json", "progress.npz"])
+def test_without_unfinished_groups_the_files_are_those_of_before(saved):
+    """And a checkpoint that says nothing of them is one without."""
+    progress, folder = saved
+    state = dataclasses.replace(progress.sampler, unfinished=())
+    for name in ("unfinished.json", "unfinished.npz"):
+        (folder / name).unlink()
+    save_progress(dataclasses.replace(progress, sampler=state), folder)
+    assert sorted(file.name for file in folder.iterdir()) == ["progress.json", "progress.npz"]
+    _, extra = load_groups(folder, "progress")
+    assert extra.pop("unfinished") == 0
+    save_groups(folder, "progress", state.carried, extra)
+    assert plain(load_progress(folder).sampler) == plain(state)
+
+
+@pytest.mark.parametrize("name", ["progress.json", "progress.npz", "unfinished.json", "unfinished.npz"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "zeros"])
 def test_a_damaged_file_is_named(saved, name, damage):
     _, folder = saved

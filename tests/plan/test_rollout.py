@@ -54,16 +54,21 @@ def test_arithmetic_bounds_a_decode_step_from_below():
     )
 
 
-def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over():
+@pytest.mark.parametrize(
+    ("interrupts", "seconds", "tokens"),
+    [(False, (11.0, 2.0), (22, 4)), (True, (5.0, 4.0), (10, 8))],  # the batch is full when two useful ones are written
+)
+def test_filtered_groups_are_replaced_and_the_surplus_is_carried_over(interrupts, seconds, tokens):
     useless, useful = Group(lengths=(1, 1), correct=0), Group(lengths=(2, 2), correct=1)
     source = itertools.chain([useless], itertools.repeat(useful))
-    first, second = fill_batches(
-        algorithm(2, initial_pass_rate=0.5, max_staleness=1, surplus=0.0), SECOND_A_TOKEN, source, 2
-    )
+    config = algorithm(2, initial_pass_rate=0.5, max_staleness=1, surplus=0.0)
+    first, second = fill_batches(config, SECOND_A_TOKEN, source, 2, interrupts=interrupts)
     # Four are sent for two. The useless one brings the pass rate from 2/4 to 2/5: five must be in flight, three are.
     assert (first.groups, first.lengths, len(first.flight)) == (6, (2, 2, 2, 2), 3)
     # Two of three were kept, the rate is 4/7: four must be in flight for the next two, three are.
-    assert (second.groups, second.lengths, len(second.flight), second.seconds) == (1, (2, 2, 2, 2), 2, 2.0)
+    assert (second.groups, second.lengths, len(second.flight)) == (1, (2, 2, 2, 2), 2)
+    assert (first.seconds, second.seconds) == seconds
+    assert (first.tokens, second.tokens) == tokens
 
 
 def test_the_limit_of_oversampling_ends_a_batch_that_cannot_be_filled():

@@ -260,6 +260,50 @@ def test_publish_in_the_middle_of_responses(places: dict[str, Place], tmp_path: 
     place.run(work())
 
 
+def test_what_is_held_goes_on_with_the_next_weights_after_the_memory_was_left(
+    places: dict[str, Place], tmp_path: Path
+) -> None:
+    """A step of `colocated`: interrupted, memory left and taken back, new weights, an evaluation, the rest."""
+    place = places["qwen2"]
+    changed = save_model(tmp_path / "new", "qwen2", seed=10, **SHAPES["qwen2"])
+    asked = [
+        GenerationRequest(
+            request_id=f"h{index}",
+            group_id=f"h{index}",
+            prompt_ids=np.array([index, 5], np.int32),
+            sampling=SamplingParams(max_new_tokens=300),
+            seed=index,
+            holdable=True,
+        )
+        for index in range(8)
+    ]
+
+    async def work() -> None:
+        fleet = place.fleet
+        await fleet.publish(place.folder, 30)
+        tasks = [asyncio.ensure_future(fleet.generate(one)) for one in asked]
+        await asyncio.sleep(0.3)
+        await fleet.hold()
+        await fleet.release_memory()
+        await fleet.resume_memory()
+        await fleet.publish(tmp_path / "new", 31)
+        evaluated = await fleet.generate(replace(asked[0], request_id="e", holdable=False))
+        assert set(evaluated.weight_versions) == {31}
+        assert not any(task.done() for task in tasks)
+        fleet.let_go()
+        answers = await asyncio.gather(*tasks)
+        for one, answer in zip(asked, answers, strict=True):
+            old = answer.weight_versions == 30
+            assert answer.token_ids.size == 300
+            assert 0 < old.sum() < 300
+            for mask, model in ((old, place.model), (~old, changed)):
+                expected = reference(model, one.prompt_ids, answer.token_ids)
+                np.testing.assert_allclose(answer.log_probs[mask], expected[mask], atol=1e-4, rtol=0)
+        await fleet.publish(place.folder, 32)
+
+    place.run(work())
+
+
 def test_one_wrong_number_in_one_tensor_is_found(places: dict[str, Place], tmp_path: Path) -> None:
     place = places["qwen2"]
     tensors = load_file(place.folder / "model.safetensors")

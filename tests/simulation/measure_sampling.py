@@ -3,9 +3,10 @@
 python -m tests.simulation.measure_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
 
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
-the training and the new weights. Ours is the product's own sampler, in `sync` (everything in flight is awaited) and in
-`async` (`ahead` groups of the next batches stay in flight). simulation/modelled_engine.py states the model of a server,
-simulation/policies.py the other policies, megatron_dapo/plan/rollout.py the lengths and verdicts.
+the training and the new weights. Ours is the product's own sampler, in `sync` (what is in flight is interrupted, and
+goes on after the new weights, or is given up) and in `async` (`ahead` groups of the next batches stay in flight).
+simulation/modelled_engine.py states the model of a server, simulation/policies.py the other policies,
+megatron_dapo/plan/rollout.py the lengths and verdicts.
 """
 
 import argparse
@@ -66,6 +67,7 @@ def policies(wanted: int) -> dict[str, MakePolicy]:
         "ours, sync, max_staleness 0, surplus 1": ours(0, 0, 1),
         "ours, sync, max_staleness 1, surplus 0": ours(0, 1, 0),
         "ours, sync, max_staleness 1, surplus 2": ours(0, 1, 2),
+        "ours, sync, max_staleness 1, surplus 16": ours(0, 1, 16),
         "ours, async, ahead N/2, max_staleness 1": ours(0.5, 1, 0),
         "ours, async, ahead N, max_staleness 1": ours(1, 1, 0),
         "ours, async, ahead N, max_staleness 2": ours(1, 2, 0),

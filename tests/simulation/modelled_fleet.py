@@ -52,13 +52,15 @@ class ModelledFleet:
         self._queue: deque[Response] = deque()
         self._attempts: dict[int, int] = {}
         self._filling: asyncio.Handle | None = None
+        self._held = False
         self._zeros = np.zeros(prompts.workload.longest, np.int32), np.zeros(prompts.workload.longest, np.float32)
 
     @property
     def drawn_tokens(self) -> int:
         """All tokens until now, whatever became of them."""
         running = sum(engine.drawn(response) for engine in self._engines for response in engine.running)
-        return self._finished_tokens + self.aborted_tokens + running
+        held = sum(response.drawn for response in self._queue)
+        return self._finished_tokens + self.aborted_tokens + running + held
 
     async def generate(self, position: int, weight_version: int) -> ScoredGroup:
         """One group; `coordinator.sampler.GenerateGroup`. Cancelled, it gives up what is under way."""
@@ -92,8 +94,24 @@ class ModelledFleet:
         self.version += 1
         await asyncio.sleep(seconds)
 
+    async def hold(self) -> None:
+        """Interrupt all that runs; it waits, first in the queue, until `let_go`. `coordinator.sampler.Holding`."""
+        self._held = True
+        for engine in self._engines:
+            interrupted = tuple(engine.running)
+            for response in interrupted:
+                engine.remove(response, self.version)
+            self._queue.extendleft(reversed(interrupted))
+
+    def let_go(self) -> None:
+        """What was interrupted goes on, once its prefix is read again."""
+        self._held = False
+        self._fill()
+
     def _fill(self, engine: Engine | None = None) -> None:
         """Places for those who wait; of `engine` alone, if it is known where they are."""
+        if self._held:
+            return
         changed: dict[Engine, None] = {}
         while self._queue:
             chosen = engine or min(self._engines, key=lambda one: len(one.running))

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
-from megatron_dapo.coordinator.sampler import DynamicSampler, SamplerState
+from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.groups import ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
 from tests.simulation.modelled_fleet import ModelledFleet, useful
@@ -72,13 +73,17 @@ class FirstCompleted(_Rounds):
 class Ours:
     """`coordinator.sampler.DynamicSampler`, with a ledger in `folder`."""
 
-    def __init__(self, fleet: ModelledFleet, algorithm: AlgorithmConfig, folder: Path, *, ahead: int = 0) -> None:
-        """`ahead`: groups of the next batches that are in flight when a batch is full; 0 waits for all."""
+    def __init__(
+        self, fleet: ModelledFleet, algorithm: AlgorithmConfig, folder: Path, *, ahead: int = 0, waits: bool = False
+    ) -> None:
+        """`ahead`: groups of the next batches that are in flight when a batch is full; 0 interrupts all. `waits`: it
+        awaits their end instead."""
         self._ahead = ahead
         self._ledger = Ledger(folder / "ledger.jsonl")
         rate = PassRate.start(algorithm.dynamic_sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)
         state = SamplerState(cursor=0, pass_rate=rate, carried=())
-        self._sampler = DynamicSampler(algorithm, fleet.generate, self._ledger, state)
+        holding = None if waits else fleet
+        self._sampler = DynamicSampler(algorithm, fleet.generate, self._ledger, state, holding=holding)
 
     async def fill(self, rollout_step: int, weight_version: int) -> tuple[ScoredGroup, ...]:
         admission = await self._sampler.fill(rollout_step, weight_version, ahead=self._ahead)

@@ -1,0 +1,189 @@
+"""A run that is killed and resumed goes on from the tokens in its checkpoint: fleet, generator, sampler and files are
+the product's, the servers play a script in which every token can be checked."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig, OverlongConfig
+from megatron_dapo.coordinator import sampler as sampler_module
+from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
+from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.generator import GroupGenerator, Responder
+from megatron_dapo.report.outcomes import effective_events
+from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
+from rollout.config import RolloutConfig
+from rollout.fleet.fleet import RolloutFleet
+from rollout.generation import SamplingParams
+from tests.coordinator.scripted import scripted_prompts
+from tests.coordinator.test_faults import LastToken
+from tests.ledger_check import check_ledger
+from tests.rollout.fleet_kit import FAST
+from tests.rollout.script import VOCABULARY, Script, check_generation
+from tests.rollout.scripted_server import ScriptedServer, Speed
+
+LONGEST, PROMPTS, GROUP, INTERVAL = 2000, 8, 4, 16
+SCRIPT = Script(max_new_tokens=LONGEST, median_tokens=300)
+
+
+@asynccontextmanager
+async def life(folder, state, seed, *, mode):
+    """A run's fleet, sampler and ledger until it is killed."""
+    engines = [ScriptedServer(SCRIPT, Speed(compress=8), seed + number) for number in range(2)]
+    for engine in engines:
+        engine.stream_interval = INTERVAL
+    parts = []
+    rollout = RolloutConfig(max_running_requests=16, stream_every=INTERVAL)
+    fleet = RolloutFleet(
+        rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=FAST, observe=parts.append
+    )
+    algorithm = AlgorithmConfig(
+        prompts_per_step=PROMPTS,
+        group_size=GROUP,
+        mini_batch_responses=PROMPTS * GROUP,
+        overlong=OverlongConfig(buffer=400),
+        dynamic_sampling=DynamicSamplingConfig(max_staleness=3, surplus=3.0),
+    )
+    responder = Responder(fleet=fleet, pool=LastToken(), decoder=LastToken())
+    prompts = scripted_prompts(500, answer="", verifier="last-token")
+    generator = GroupGenerator(
+        responder, prompts, lambda version: SamplingParams(max_new_tokens=LONGEST), algorithm, seed=0
+    )
+    generator.restore(state.unfinished)
+    ledger = Ledger(folder / "ledger.jsonl")
+    holding = fleet if mode == "sync" else None
+    sampler = DynamicSampler(
+        algorithm, generator.group, ledger, state, generator.prompt_at, (), holding, generator.unfinished
+    )
+    await fleet.start(30.0)
+    try:
+        yield sampler, ledger, parts
+    finally:
+        await sampler.close()
+        await fleet.close()
+        ledger.close()
+
+
+async def step_of(sampler, ledger, step, folder, mode):
+    """One step: its batch, and the state that a checkpoint has."""
+    admission = await sampler.fill(step, 0, ahead=PROMPTS if mode == "async" else 0)
+    sampler.record_trained(admission.kept, step, 0)
+    state = sampler.snapshot(step)
+    folder = folder / f"step_{step}"
+    folder.mkdir(exist_ok=True)
+    save_progress(Progress(rollout_step=step, optimizer_step=step, weight_version=0, sampler=state), folder)
+    ledger.record(Event.CHECKPOINT, rollout_step=step, weight_version=0)
+    return admission, load_progress(folder).sampler
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mid_step", [False, True])
+def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
+    start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
+
+    async def run():
+        state, made, parts, begun, some, step = start, {}, [], {}, [], 0
+        for seed in range(2):
+            async with life(tmp_path, state, 10 * seed, mode=mode) as (sampler, ledger, served):
+                if step:
+                    continued = [group.position for group in state.unfinished]
+                    ledger.record(Event.RESUMED, rollout_step=step, weight_version=0, continued=continued)
+                enough = step + 2
+                while step < enough or (not seed and len(some) <= 5 and step < 8):
+                    step += 1
+                    admission, state = await step_of(sampler, ledger, step, tmp_path, mode)
+                    made |= {group.position: group for group in (*admission.kept, *admission.filtered)}
+                    drawn = [one.generation for each in state.unfinished for one in each.responses]
+                    some = [one for one in drawn if one.token_ids.size]
+                if mid_step:
+                    filling = asyncio.ensure_future(sampler.fill(step + 1, 0))
+                    await asyncio.sleep(0.2)
+                    filling.cancel()
+                    await asyncio.wait([filling])
+                begun = begun or {one.request_id: one for one in drawn}
+                parts.append(served)
+        return made, parts, begun, step
+
+    made, (_, after), begun, steps = asyncio.run(asyncio.wait_for(run(), 60))
+    some = [one for one in begun.values() if one.token_ids.size]
+    assert len(some) > 5, "nothing was in flight at the checkpoint: the test shows nothing"
+    assert sorted(made) == list(range(len(made))), "every position decided, none twice"
+    answers = {one.generation.request_id: one.generation for group in made.values() for one in group.responses}
+    for group in made.values():
+        for one in group.responses:
+            check_generation(SCRIPT, group.prompt_index, one.generation)
+    checked = 0
+    for name, drawn in begun.items():
+        if name in answers:  # decided by then
+            size = drawn.token_ids.size
+            np.testing.assert_array_equal(answers[name].token_ids[:size], drawn.token_ids)
+            first = [part for part in after if part.request_id == name][:1]
+            assert all(part.prompt_tokens == 128 + size for part in first), (
+                "it goes on from the last token that was told"
+            )
+            assert first or drawn.finish_reason != "abort", "what was complete is not asked for again"
+            checked += size > 0
+    assert checked > 5
+    events = read_ledger(tmp_path / "ledger.jsonl")
+    fates = check_ledger(events)
+    standing = effective_events(events)
+    trained = [event["prompt"] for event in standing if event["event"] == "trained"]
+    assert len(trained) == len(set(trained)) == steps * PROMPTS
+    assert set(fates) == set(range(max(fates) + 1)), "no prompt is lost"
+    continued = next(event["continued"] for event in events if event["event"] == "resumed")
+    assert continued
+    sent = [event["prompt"] for event in standing if event["event"] == "dispatched"]
+    assert not {prompt for prompt in continued if sent.count(prompt) != 1}, "it was sent once"
+    assert not [event for event in standing if event["event"] == "interrupted" and event["prompt"] in continued]
+
+
+def test_what_is_too_old_by_then_and_what_had_no_room_is_sent_again(tmp_path, monkeypatch):
+    start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
+
+    async def first():
+        async with life(tmp_path, start, 0, mode="async") as (sampler, ledger, _):
+            _, state = await step_of(sampler, ledger, 1, tmp_path, "async")
+            whole = sum(group.tokens for group in state.unfinished)
+            monkeypatch.setattr(sampler_module, "MOST_UNFINISHED", whole - 1)
+            less = sampler.snapshot(1)  # a little later: there may be more by now
+        return state, less
+
+    state, less = asyncio.run(asyncio.wait_for(first(), 60))
+    positions = [group.position for group in less.unfinished]
+    assert 0 < len(positions) < len(state.unfinished)
+    assert positions == [group.position for group in state.unfinished][: len(positions)], "the first in line are kept"
+
+    async def second():
+        ledger = Ledger(tmp_path / "ledger.jsonl")
+        ledger.record(Event.RESUMED, rollout_step=1, weight_version=9, continued=[g.position for g in less.unfinished])
+        ledger.close()
+        async with life(tmp_path, less, 10, mode="sync") as (sampler, _, parts):
+            await sampler.fill(2, 9)
+        return parts
+
+    parts = asyncio.run(asyncio.wait_for(second(), 60))
+    assert {part.request_id.split("-")[1] for part in parts} == {"v9"}, "sent again with these weights"
+    assert all(part.prompt_tokens == 128 for part in parts if part.request_id.startswith(f"p{positions[0]}-"))
+    assert check_ledger(read_ledger(tmp_path / "ledger.jsonl"))
+
+
+def test_a_group_that_goes_on_was_not_interrupted_and_is_finished_once():
+    def event(kind, prompt=None, **more):
+        return {"event": kind, "prompt": prompt, "rollout_step": 1, "weight_version": 1} | more
+
+    before = [event("dispatched", 0), event("dispatched", 1), event("dispatched", 2)]
+    before += [event("finished", 1), event("finished", 2), event("checkpoint")]  # both after its content was fixed
+    resumed = event("resumed", continued=[0, 1])
+    standing = effective_events([*before, resumed])
+    left = [(each["event"], each["prompt"]) for each in standing if each["event"] in ("finished", "interrupted")]
+    assert left == [("finished", 2), ("interrupted", 2)]
+    again = [event("dispatched", 2), *(event("finished", at) for at in (0, 1, 2))]
+    assert set(check_ledger([*before, resumed, *again]).values()) == {"finished"}
+    # A second kill, before the first checkpoint after the resume; and a ledger that names none.
+    assert check_ledger([*before, resumed, event("finished", 0), resumed, *again])
+    older = effective_events([*before, event("resumed")])
+    assert [each["prompt"] for each in older if each["event"] == "interrupted"] == [0, 1, 2]
