@@ -110,7 +110,7 @@ def _run(config: Config, console: Console) -> None:
 
 def forget_stop(file: Path, console: Console) -> None:
     """Remove a request to stop from before this start. The batch script's, which holds the job's number, counts."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):  # none; or a folder that is refused where it is made
         if (job := file.read_text().strip()) == "" or job != os.environ.get("SLURM_JOB_ID"):
             file.unlink()
             console.note(f"removed {file}: it was made before this start; it stops a run that is at work")

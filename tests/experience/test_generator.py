@@ -12,8 +12,7 @@ import pytest
 
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.coordinator.sampler import PassRate
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.coordinator.sampler_state import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet

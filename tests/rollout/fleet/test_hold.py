@@ -176,8 +176,10 @@ def test_what_was_drawn_until_now_is_told_and_another_fleet_goes_on_from_it(fold
             assert len(other.prompts[0]) == 1 + drawn.token_ids.size
             assert whole.token_ids.size == 60
             # One that was complete is not asked for again, whatever ended it.
-            again = await fleet.generate(replace(training("r", tokens=99), begun=replace(whole, finish_reason="stop")))
-            assert again.finish_reason == "stop"
+            again = await fleet.generate(
+                replace(training("r", tokens=99), begun=replace(whole, finish_reason=FinishReason.STOP))
+            )
+            assert again.finish_reason is FinishReason.STOP
             check_tokens(replace(again, weight_versions=whole.weight_versions), 1, 60)
             assert len(other.prompts) == 1
 
