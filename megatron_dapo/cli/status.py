@@ -34,6 +34,16 @@ def status(
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 
+def _may_go_on(folder: Path) -> bool:
+    """Whether the newest Slurm job says that it goes back into the queue, or has written something just now."""
+    logs = sorted((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime)
+    if not logs:
+        return False
+    last = logs[-1].read_text(errors="replace")[-2000:]
+    requeued = "going back into the queue" in last.replace("not going back", "") or "DUE TO" in last
+    return requeued or time.time() - logs[-1].stat().st_mtime < SILENT_S
+
+
 def _job_log(folder: Path) -> str:
     """Where the newest Slurm job says why it ended; empty without one."""
     logs = sorted((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime)
@@ -47,6 +57,7 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         job = _job_log(folder) or "its job waits in the queue, or was not submitted"
         if not clear:
             raise ReportError(f"{folder}: no run has begun there; {job}")
+        screen.clear()
         screen.print(f"{folder}: no run has begun there yet; {job}")
         return True
     beat = read_heartbeat(folder)
@@ -61,6 +72,7 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         screen.clear()
     _print(screen, "run", [str(folder.resolve())])
     job = "" if state.alive or state.text.startswith("finished") else _job_log(folder)
+    going = bool(job) and _may_go_on(folder)
     _print(screen, "state", [state.text, *filter(None, [job])], "bold green" if state.alive else "bold")
     _print(screen, "progress", _progress(run, beat, checkpoint))
     if beat is not None and beat.waits:
@@ -77,8 +89,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
         _print(screen, "alarm", [alarm.name, *text], "yellow")
     if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
-        return state.alive or bool(job) or time.time() - beat.written < SILENT_S
-    return state.alive or bool(job)
+        return state.alive or going or time.time() - beat.written < SILENT_S
+    return state.alive or going
 
 
 def _print(screen: Console, label: str, lines: list[str], style: str = "") -> None:

@@ -150,7 +150,7 @@ class Checkpoints:
             background = bool(await save(folder / "actor"))
         except TrainerError as error:
             raise _with_room(error, folder) from None
-        save_progress(progress, folder)
+        await asyncio.to_thread(save_progress, progress, folder)  # seconds, with the tokens of a whole batch
         return partial(self._publish, progress, folder, background)
 
     async def _publish(self, progress: Progress, folder: Path, in_background: bool) -> None:

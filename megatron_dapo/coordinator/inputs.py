@@ -15,6 +15,9 @@ from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import Truth, check_verifiers
 
+MOST_TRIED = 10_000
+"""Ground truths that an own verifier is tried on at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
@@ -84,5 +87,6 @@ def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[P
     truths = defaultdict[str, list[Truth]](list)
     for prompt in prompts:
         places.setdefault(prompt.verifier, prompt.place)
-        truths[prompt.verifier].append((prompt.place, prompt.text, prompt.answer))
+        if len(truths[prompt.verifier]) < MOST_TRIED:
+            truths[prompt.verifier].append((prompt.place, prompt.text, prompt.answer))
     check_verifiers(places, config.reward, truths)

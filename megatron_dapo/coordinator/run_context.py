@@ -101,6 +101,8 @@ async def start_run(run: RunBase) -> RunContext:
         for change in check_resume(config, inputs, run_dir):
             run.console.note(change)
     progress = await first_progress(config, run_dir)
+    if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
+        progress = replace(progress, sampler=replace(progress.sampler, unfinished=()))
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
     if config.run.resume:
@@ -140,7 +142,7 @@ async def start_run(run: RunBase) -> RunContext:
     stages = [stage.from_step for stage in config.rollout.stages]
     generator.restore(progress.sampler.unfinished)
     keeping: dict[str, Any] = {"holding": fleet, "unfinished": generator.unfinished}
-    if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
+    if config.rollout.deterministic:
         keeping = {}
     algorithm, prompt_at = config.algorithm, generator.prompt_at
     sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, **keeping)

@@ -7,34 +7,42 @@ import time
 from collections.abc import Sequence
 
 from reward.check import DONE, TRY_S, Truth
-from reward.pool.worker import judge
 from reward.registry import load, probe
-from reward.verdict import Deferred, VerificationRequest, VerifierError
+from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
 
 def _try(name: str, truths: Sequence[Truth]) -> None:
-    verifiers, end, errors = {name: load(name)}, time.monotonic() + TRY_S, []
+    """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
+    judge, end = load(name), time.monotonic() + TRY_S
     for place, prompt, truth in truths:
         request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
-        verdict = judge(request, verifiers)
-        if not isinstance(verdict, Deferred) and verdict.unjudged:
-            raise VerifierError(f"{place}: {verdict.error}")
-        errors.append(None if isinstance(verdict, Deferred) else verdict.error)
+        try:
+            judged: object = judge(request)
+        except VerifierError as error:
+            raise VerifierError(f"{place}: {error}") from None
+        except (NameError, ImportError) as error:
+            raise VerifierError(f"{type(error).__name__}: {error}") from None
+        except Exception:
+            continue
+        if not isinstance(judged, Judgement | Deferred | bool):
+            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
         if time.monotonic() > end:
             break
-    if errors and all(errors):
-        raise VerifierError(f"no verdict on any of {len(errors)} ground truths; the first, {truths[0][0]}: {errors[0]}")
 
 
 def main() -> None:
-    """Tries the verifier that the argument names on the `Truth`s of standard input. Exit code 0 and `DONE` written: it
-    can be run here."""
+    """Tries the verifier that the argument names on the `Truth`s of standard input. `DONE` is written once it can be
+    run; the exit code is 0 unless a ground truth is refused."""
+    truths = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:
         probe(sys.argv[1])
-        _try(sys.argv[1], json.load(sys.stdin))
+        os.write(1, DONE)
+        _try(sys.argv[1], truths)
     except VerifierError as error:
         sys.exit(str(error))
-    os.write(1, DONE)
+    sys.stdout.flush()
+    os._exit(0)  # whatever threads it has
 
 
 if __name__ == "__main__":

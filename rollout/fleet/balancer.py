@@ -87,19 +87,22 @@ class Balancer:
         member.in_flight -= 1
         self.dispatch()
 
-    def told(self, member: Member, kv_use: float | None) -> None:
-        """Notes what part of its KV cache the server uses now; None: it does not tell."""
-        member.kv_use, member.in_flight_then = kv_use, member.in_flight
+    def told(self, member: Member, kv_use: float | None, queue: int = 0) -> None:
+        """Notes what part of its KV cache the server uses now, and how many requests wait inside it; None: it does not
+        tell."""
+        member.kv_use, member.in_flight_then, member.queue_then = kv_use, member.in_flight, queue
         serving = [each for each in self.members if each.serving]
         uses = [each.kv_use for each in serving if each.kv_use is not None]
-        mean = sum(uses) / max(1, sum(each.in_flight_then for each in serving))
+        mean = sum(uses) / max(1, sum(each.in_flight_then - each.queue_then for each in serving))
         self._request_use = mean if mean and len(uses) == len(serving) else None
 
     def _load(self, member: Member) -> float:
-        """In requests: what it used when it was last asked, and those that came or went since."""
+        """In requests: what it used when it was last asked, those that waited inside it, and those that came or went
+        since. Half of its requests at least: a server that hangs tells an old figure."""
         if self._request_use is None or member.kv_use is None:
             return member.in_flight
-        return member.kv_use / self._request_use + member.in_flight - member.in_flight_then
+        since = member.in_flight - member.in_flight_then
+        return max(member.kv_use / self._request_use + member.queue_then + since, member.in_flight / 2)
 
     def close(self) -> None:
         """No request starts from now on."""

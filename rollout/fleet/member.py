@@ -79,7 +79,7 @@ class Member:
         self.info: ServerInfo | None = None
         self.kv_use: float | None = None
         """Share of its KV cache in use when it was last asked; None: it does not tell."""
-        self.in_flight_then = 0
+        self.in_flight_then = self.queue_then = 0
         self.last_answer = 0.0
         """Monotonic time of the last response, or of the end of `busy`. A server that answers is alive, even if its
         probes are late."""

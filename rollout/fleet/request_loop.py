@@ -160,6 +160,7 @@ class RequestLoop:
         if response is None:
             return None
         now = Response(response.request, [*response.parts])
+        now._given = response._given
         if response.streaming is not None:
             member, segments, version = response.streaming
             streamed = self._streamed(member, segments, response)
@@ -226,14 +227,14 @@ class RequestLoop:
         try:
             reply = await self._call(member, response, prompt, segments)
             member.last_answer = time.monotonic()
-            # One that got its place just before an interruption begins within it, while the balancer is closed.
-            interrupted = self.publisher.interruptions != publishes or not self.balancer.is_open
-            if reply.finish_reason is FinishReason.ABORT and not interrupted:
+            if reply.finish_reason is FinishReason.ABORT and not self._interrupted_since(publishes):
                 failure = f"{member.url} ended the response before its end"
         except ServerUnavailable as error:
-            failure = str(error)
-            if member.state is State.READY:  # no new requests until the supervisor has probed it
-                member.enter(State.SUSPECT, failure)
+            # SGLang answers 499 to what is aborted on its way to the scheduler.
+            if not (self._interrupted_since(publishes) and member.serving and member.engine.alive()):
+                failure = str(error)
+                if member.state is State.READY:  # no new requests until the supervisor has probed it
+                    member.enter(State.SUSPECT, failure)
             reply = self._streamed(member, segments, response)
         except ServerRefused:
             if not response.parts or left > CONTEXT_RESERVE:
@@ -260,6 +261,10 @@ class RequestLoop:
             )
             self.observe(part)
         return failure
+
+    def _interrupted_since(self, publishes: int) -> bool:
+        """One that got its place just before an interruption begins within it, while the balancer is closed."""
+        return self.publisher.interruptions != publishes or not self.balancer.is_open
 
     async def _call(self, member: Member, response: Response, prompt: np.ndarray, segments: list[Reply]) -> Reply:
         """A checked answer of the server. Whoever stops waiting for it has the server abort it.
@@ -315,6 +320,7 @@ class RequestLoop:
             problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
             member.enter(State.DOWN, problem)
             raise ServerUnavailable(f"{member.url}: {problem}")
+        reply = self._cut(reply, response)
         try:
             check_reply(reply, asked=asked, vocab_size=self.vocab_size)
         except ValueError as error:
@@ -327,6 +333,19 @@ class RequestLoop:
                 "rollout.memory_fraction or rollout.kv_cache_tokens, or lower rollout.max_new_tokens"
             )
         return reply
+
+    def _cut(self, reply: Reply, response: Response) -> Reply:
+        """Without what stands behind a stop token or the limit: speculative decoding draws several tokens at a time,
+        and an abort, or the limit, comes before SGLang looks for a stop token among them."""
+        ids, stop = reply.token_ids, response.request.sampling.stop_token_ids
+        if self.config.speculative.method == "none":
+            return reply
+        if reply.finish_reason is FinishReason.ABORT:
+            ids = ids[: response.stretch]
+        ends = np.flatnonzero(np.isin(ids, stop))
+        size = int(ends[0]) + 1 if ends.size else ids.size
+        reason = FinishReason.STOP if ends.size else reply.finish_reason
+        return replace(reply, token_ids=ids[:size], log_probs=reply.log_probs[:size], finish_reason=reason)
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
         if request.prompt_ids.size == 0:

@@ -77,7 +77,7 @@ class Supervisor:
         """
         self._may_start.set()
         count, began = len(self.members), time.monotonic()
-        may_miss = math.floor(count - count * self.config.start_quorum + 1e-6)
+        may_miss = min(math.floor(count - count * self.config.start_quorum + 1e-6), count - 1)
         tasks = {asyncio.ensure_future(self._start(member)): member for member in self.members}
         problems: dict[Member, ServerStartError] = {}
         pending, patience_s = set(tasks), None
@@ -280,13 +280,13 @@ class Supervisor:
         """Asks the server for its load. One that does not tell, such as one of `rollout.urls`, is none the worse."""
         while True:
             await asyncio.sleep(self.timing.load_interval_s)
-            kv_use = None
+            kv_use, queue = None, 0
             with suppress(ServerUnavailable, ServerRefused):
                 load = await member.client.load(self.timing.probe_deadline_s)
                 self.statistics.sampled(load)
-                kv_use = load.kv_use
+                kv_use, queue = load.kv_use, load.waiting
             if not self.config.deterministic:  # where requests go is no matter of how fast servers answer there
-                self.balancer.told(member, kv_use)
+                self.balancer.told(member, kv_use, queue)
 
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""

@@ -3,12 +3,15 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rollout.errors import RolloutError
-from rollout.generation import FinishReason, Generation, GenerationRequest
+from rollout.fleet.request_loop import RequestLoop, Response
+from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
+from rollout.wire.reply import Reply
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -184,3 +187,23 @@ def test_what_was_drawn_until_now_is_told_and_another_fleet_goes_on_from_it(fold
             assert len(other.prompts) == 1
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "reason", "kept", "ends"),
+    [
+        ([3, 9, 4], FinishReason.ABORT, [3, 9], FinishReason.STOP),
+        ([3, 3, 9, 4], FinishReason.LENGTH, [3, 3, 9], FinishReason.STOP),
+        ([3] * 7, FinishReason.ABORT, [3] * 6, FinishReason.ABORT),
+        ([3, 3], FinishReason.LENGTH, [3, 3], FinishReason.LENGTH),
+    ],
+)
+def test_what_speculative_decoding_drew_behind_the_end_is_cut(drawn, reason, kept, ends) -> None:
+    sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(9,))
+    response = Response(replace(training("r", tokens=6), sampling=sampling))
+    ids = np.array(drawn, np.int32)
+    reply = Reply(token_ids=ids, log_probs=np.zeros(ids.size, np.float32), finish_reason=reason, weight_label=None)
+    for method, (wanted, end) in {"ngram": (kept, ends), "none": (drawn, reason)}.items():
+        loop = SimpleNamespace(config=SimpleNamespace(speculative=SimpleNamespace(method=method)))
+        cut = RequestLoop._cut(loop, reply, response)
+        assert (cut.token_ids.tolist(), cut.log_probs.size, cut.finish_reason) == (wanted, len(wanted), end)

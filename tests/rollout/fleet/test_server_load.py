@@ -95,6 +95,36 @@ def test_between_two_samples_what_was_sent_counts() -> None:
     run(test)
 
 
+def test_a_server_that_hangs_and_tells_an_old_figure_gets_no_more_than_twice_its_share() -> None:
+    async def test() -> None:
+        balancer = balancer_of(*[0.2] * 4, in_flight=20)
+        for _ in range(5):
+            for number, member in enumerate(balancer.members):
+                balancer.told(member, 0.0 if number == 0 else 0.2)
+            for number in range(20):
+                await balancer.acquire(f"g{number}")
+        hung, *others = (member.in_flight for member in balancer.members)
+        assert hung <= 2 * max(others)
+
+    run(test)
+
+
+def test_what_waits_inside_a_server_counts() -> None:
+    """20 of the first one's 120 requests run, all of the second's."""
+
+    async def test() -> None:
+        balancer = balancer_of(None, None, in_flight=20)
+        first, second = balancer.members
+        first.in_flight = 60
+        balancer.told(first, 0.6, 40)
+        balancer.told(second, 0.6, 0)
+        for number in range(40):
+            await balancer.acquire(f"g{number}")
+        assert (first.in_flight, second.in_flight) == (60, 60)
+
+    run(test)
+
+
 @pytest.mark.parametrize("uses", [(0.8, None), (None, None), (0.0, 0.0)])
 def test_requests_are_counted_where_use_says_nothing(uses: tuple[float | None, float | None]) -> None:
     async def test() -> None:
