@@ -13,18 +13,18 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal
 
-from rollout.server import end_with
-
-GRACE_S = 1.0
-"""After the deadline, in which ranks that are late write where they stand."""
+STACK_LINES = 12
+"""Innermost lines of a hanging rank's stack that an error shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """The deadline passed; the message says which ranks gave no result. They have written their stacks to stderr."""
+    """The deadline passed; the message says which ranks gave no result, and where they stand."""
 
     exit_code = 4
 
@@ -85,7 +85,7 @@ class RankPool(contextlib.ExitStack):
             for rank, (_, pipe) in enumerate(self._workers[:n]):
                 place = RankPlace(rank=rank, world_size=n, rendezvous=rendezvous)
                 with contextlib.suppress(BrokenPipeError):  # a dead worker is found, and named, below
-                    pipe.send_bytes(pickle.dumps((function, place, args, max(0.001, deadline - time.monotonic()))))
+                    pipe.send_bytes(pickle.dumps((function, place, args)))
             return self._collect(n, deadline, timeout_s)
         except BaseException:
             self._end_workers()
@@ -101,7 +101,7 @@ class RankPool(contextlib.ExitStack):
     def _start(self, rank: int) -> _Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._device, rank, os.getpid()), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -110,10 +110,11 @@ class RankPool(contextlib.ExitStack):
         results: dict[int, Any] = {}
         while len(results) < n:
             waiting = {self._workers[rank][1]: rank for rank in range(n) if rank not in results}
-            ready = wait(list(waiting), timeout=max(0.0, deadline + GRACE_S - time.monotonic()))
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = list(waiting.values())
-                raise RankTimeout(f"ranks {late} gave no result within {timeout_s:g} s (stderr: where they stood)")
+                stacks = "\n".join(f"rank {rank} stands at\n{self._stack(rank)}" for rank in late)
+                raise RankTimeout(f"ranks {late} gave no result within {timeout_s:g} s\n{stacks}")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting[pipe]
@@ -128,16 +129,29 @@ class RankPool(contextlib.ExitStack):
                 results[rank] = value
         return [results[rank] for rank in range(n)]
 
+    def _stack(self, rank: int) -> str:
+        """The innermost lines of a late rank's Python stack, as far as it still answers signals."""
+        pid = self._workers[rank][0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        file = Path(self._folder, f"stack-{pid}")
+        lines = file.read_text().splitlines()[1:] if file.exists() else []
+        return "\n".join(lines[:STACK_LINES]) or "its start, before the function was called"
 
-def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, parent: int) -> None:
+
+def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: str) -> None:
     """The worker's life: one function after the other until the parent is gone."""
     # Before torch is imported, which reads them.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"LOCAL_RANK": str(rank)}
     warnings.simplefilter("ignore")
+    # The file stays open as long as the process: the handler writes to its descriptor.
+    stack_file = open(f"{folder}/stack-{os.getpid()}", "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
     # An interrupt from the keyboard goes to the whole group: the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with(parent)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     from megatron_dapo.actor.device import prepare
@@ -150,14 +164,20 @@ def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, parent: 
             return
         try:
             prepare(device)  # before a function imports anything of Megatron
-            function, place, args, deadline_s = pickle.loads(message)
-            faulthandler.dump_traceback_later(deadline_s)
+            function, place, args = pickle.loads(message)
             answer = pickle.dumps((True, function(place, *args)))
         except Exception:
             answer = pickle.dumps((False, traceback.format_exc()))
-        faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(answer)
         _take_down()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and one that waits in a collective would not see the closed pipe."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _take_down() -> None:
