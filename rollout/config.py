@@ -27,26 +27,6 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SpeculativeConfig:
-    """Speculative decoding, on GPUs: several tokens are proposed cheaply and checked in one pass. They are drawn from
-    the model's distribution, but computed in another order, so the importance correction must be on."""
-
-    method: Literal["none", "ngram", "eagle", "eagle3"] = "none"
-    """Who proposes. `ngram`: earlier text of the responses. `eagle`, `eagle3`: a draft model."""
-
-    draft_model: Annotated[str, Field(min_length=1)] | None = None
-    """Its folder. It is not trained: as the model changes, fewer of its tokens are accepted. Weight verification leaves
-    it out."""
-
-    draft_tokens: PositiveInt | None = None
-    """Tokens proposed at a time. None: SGLang's choice."""
-
-    @property
-    def on(self) -> bool:
-        return self.method != "none"
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     """Section `rollout`: the SGLang servers and how responses are sampled."""
 
@@ -112,8 +92,6 @@ class RolloutConfig:
     deterministic: bool = False
     """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
 
-    speculative: SpeculativeConfig = SpeculativeConfig()
-
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
     shared memory, on the machine of trainer rank 0. `distributed`: a process group (NCCL; gloo on a CPU, or where a
@@ -144,7 +122,7 @@ class RolloutConfig:
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
-    verified (quantization, LoRA)."""
+    verified (speculative decoding, quantization, LoRA)."""
 
     @property
     def longest_response(self) -> int:

@@ -132,9 +132,6 @@ def key_file(config: Config, run_path: Path) -> Path | None:
 
 
 def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:
-    if config.rollout.speculative.on and not on_gpu:
-        method = config.rollout.speculative.method
-        raise PlacementError(f"rollout.speculative.method = {method}: needs servers on GPUs, and none is here")
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),
         device="cuda" if on_gpu else "cpu",

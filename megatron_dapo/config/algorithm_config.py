@@ -109,8 +109,7 @@ class ImportanceConfig:
     mode: Literal["auto", "none", "truncated", "masked"] = "auto"
     """Correction for the engine's other log-probs, weight w = exp(old - rollout): `truncated` multiplies the loss by
     min(w, upper); `masked` drops what lies outside [lower, upper]. `auto`: `truncated` with
-    `dynamic_sampling.max_staleness` > 0 or `rollout.speculative`, unless the loss corrects by itself (`reinforce`);
-    else `none`."""
+    `dynamic_sampling.max_staleness` > 0, unless the loss corrects by itself (`reinforce`); else `none`."""
 
     level: Literal["token", "sequence"] = "token"
     """w of a token, or of a response (product over its tokens; suits `gspo`, `gmpo`)."""

@@ -78,8 +78,7 @@ def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:
     meant = dict(flat)
     if meant.get("algorithm.importance.mode") == "auto":
         loss, stale = meant.get("algorithm.policy_loss"), meant.get("algorithm.dynamic_sampling.max_staleness")
-        proposed = meant.get("rollout.speculative.method", "none") != "none"
-        meant["algorithm.importance.mode"] = automatic_mode(str(loss), stale or proposed)
+        meant["algorithm.importance.mode"] = automatic_mode(str(loss), stale or 0)
     if meant.get("run.mode") == "colocated":
         meant["run.mode"] = "sync"
     if isinstance(enabled := meant.get("algorithm.dynamic_sampling.enabled"), bool):

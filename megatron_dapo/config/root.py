@@ -4,14 +4,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 import yaml
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig, automatic_mode
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
 from megatron_dapo.config.base import STRICT
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
@@ -46,14 +45,6 @@ class Config:
         """Tokens of a prompt, at most."""
         return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_continuation
 
-    @property
-    def importance_mode(self) -> Literal["none", "truncated", "masked"]:
-        """`algorithm.importance.mode`, with what `auto` stands for."""
-        algorithm = self.algorithm
-        if algorithm.importance.mode == "auto" and self.rollout.speculative.on:
-            return automatic_mode(algorithm.policy_loss, 1)
-        return algorithm.importance_mode
-
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
         return replace(self, rollout=self.rollout.at_step(step))
@@ -61,7 +52,7 @@ class Config:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Every pair of keys that cannot both be meant, as `key = value: rule; remedy`."""
-    for rules in (_of_algorithm, _of_data, _of_actor, _of_speculative, _of_rollout, _of_run):
+    for rules in (_of_algorithm, _of_data, _of_actor, _of_rollout, _of_run):
         yield from rules(config)
 
 
@@ -169,30 +160,6 @@ def _of_option(word: str) -> Iterator[str]:
         yield f"rollout.extra_args: {word} cannot be used: {why[0]}; remove it"
     elif longer:
         yield f"rollout.extra_args: {word} may be short for {longer[0].rstrip('-')}; write the option out"
-
-
-def _of_speculative(config: Config) -> Iterator[str]:
-    rollout, given = config.rollout, config.rollout.speculative
-    what, drafts = f"rollout.speculative.method = {given.method}", given.method in ("eagle", "eagle3")
-    if given.draft_model is not None and not drafts:
-        yield f"rollout.speculative.draft_model: {what} has none; leave it out, or set method to eagle or eagle3"
-    if not given.on:
-        if given.draft_tokens is not None:
-            yield f"rollout.speculative.draft_tokens = {given.draft_tokens}: nothing is proposed; set method too"
-        return
-    if drafts and given.draft_model is None:
-        yield f"{what}: needs the folder of a draft model in rollout.speculative.draft_model"
-    if config.actor.device == "cpu":
-        yield f"{what}: servers on a CPU have no kernels for it, and actor.device is cpu; set method to none"
-    if rollout.deterministic:
-        yield f"{what}: rollout.deterministic = true allows it no draws of its own; set one of the two back"
-    if config.model.dtype == "float32":
-        yield f"{what}: SGLang decodes model.dtype = float32 deterministically; set that to bfloat16"
-    if rollout.urls:
-        yield f"{what}: the servers of rollout.urls are started by somebody else; set method to none"
-    corrects = (entry := LOSSES.get(config.algorithm.policy_loss)) is not None and entry.needs_rollout_log_probs
-    if config.importance_mode == "none" and not corrects:
-        yield f"{what}: what checks the tokens rounds otherwise; set algorithm.importance.mode to truncated or masked"
 
 
 def _of_rollout(config: Config) -> Iterator[str]:

@@ -144,7 +144,7 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
 
 def step_correction(arrays: StepArrays, old: LogProbs, config: Config) -> Correction | None:
     """Weights against the gap between engine and trainer, float32 [N]; None where the config wants none."""
-    importance, mode = config.algorithm.importance, config.importance_mode
+    importance, mode = config.algorithm.importance, config.algorithm.importance_mode
     if mode == "none":
         return None
     return correction_weights(

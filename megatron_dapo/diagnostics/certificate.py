@@ -178,7 +178,7 @@ def random_mini_batches(
     }
     if config.algorithm.kl.coefficient > 0:
         columns["reference_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
-    if config.importance_mode != "none":
+    if config.algorithm.importance_mode != "none":
         columns["correction"] = rng.uniform(0.5, 2.0, tokens)
     columns["rollout_log_probs"] = current.log_probs - rng.normal(0, RATIO_SPREAD, tokens)
     columns = {name: column.astype(np.float32) for name, column in columns.items()}

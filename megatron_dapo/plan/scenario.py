@@ -103,7 +103,6 @@ class Calibration:
     mean_prompt: PositiveFloat
     pass_rate: Fraction | None = None
     """None: `algorithm.dynamic_sampling.initial_pass_rate`."""
-    speculative_speed: PositiveFloat = 1.0
 
     def link(self, ranks: int) -> float:
         """Bytes/s that collectives of `ranks` neighbouring GPUs reach: NVLink inside a node, else the network."""

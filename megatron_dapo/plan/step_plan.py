@@ -154,8 +154,7 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
     bandwidth = constants.memory_bandwidth * constants.decode_efficiency
     reductions = 2 * hf.num_layers if case.config.rollout.tensor_parallel > 1 else 0
-    drawn = constants.speculative_speed if case.config.rollout.speculative.on else 1.0  # tokens, where else is one
-    overhead = (constants.decode_overhead + reductions * constants.decode_reduce_latency) / drawn
+    overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
     speed = constants.peak_flops * constants.prefill_efficiency * case.config.rollout.tensor_parallel
     return Fleet(
@@ -163,11 +162,11 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
         mean_prompt=workload.mean_prompt,
         prefill_s=prefill / speed / count,
         # The copy of the output layer's weight in float32 is written and read.
-        fixed_s=overhead + (memory.weights + memory.head) / bandwidth / drawn,
-        cache_s=memory.kv_bytes_per_token / bandwidth / count / drawn,
+        fixed_s=overhead + (memory.weights + memory.head) / bandwidth,
+        cache_s=memory.kv_bytes_per_token / bandwidth / count,
         overhead_s=overhead,
-        response_s=2 * matrix_parameters(hf) / speed / count / drawn,
-        head_s=2 * case.head_parameters / (speed * constants.float32_flops / constants.peak_flops) / count / drawn,
+        response_s=2 * matrix_parameters(hf) / speed / count,
+        head_s=2 * case.head_parameters / (speed * constants.float32_flops / constants.peak_flops) / count,
     )
 
 

@@ -82,14 +82,7 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
 def named_paths(config: Config) -> list[str]:
     """Model, data and key file, as the config names them."""
     data = config.data
-    rollout = config.rollout
-    given = (
-        config.model.path,
-        data.path,
-        config.evaluation.path,
-        rollout.api_key_file,
-        rollout.speculative.draft_model,
-    )
+    given = (config.model.path, data.path, config.evaluation.path, config.rollout.api_key_file)
     return [text for text in (*given, *(part.path for part in data.mixture)) if text]
 
 

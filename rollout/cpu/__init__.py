@@ -1,9 +1,8 @@
-"""The one place where SGLang gets what a CPU without GPU packages needs.
+"""The one place where SGLang gets what a CPU without GPU packages needs. Nothing in here acts where CUDA is present.
 
 `standins` lets SGLang's modules be imported where GPU-only packages are absent; `plugin` is an SGLang plugin (entry
 point group `sglang.srt.plugins`) that adds a batched attention backend and deterministic inference. Both act only in
-processes that `rollout.server.launch_server` started with `--device cpu`, which carry the variable `SWITCH`; the plugin
-also in those with speculative decoding, which carry `KEEP_DRAFTS`.
+processes that `rollout.server.launch_server` started with `--device cpu`, which carry the variable `SWITCH`.
 """
 
 import os
@@ -11,9 +10,6 @@ from enum import StrEnum
 
 SWITCH = "ROLLOUT_SGLANG_CPU"
 """Environment variable that `rollout.server.launch_server` sets for itself and for the processes that SGLang starts."""
-
-KEEP_DRAFTS = "ROLLOUT_KEEP_DRAFTS"
-"""The same: a draft model keeps its weights when the model gets new ones."""
 
 PREFILL_BACKEND = "batched_prefill"
 DECODE_BACKEND = "batched_decode"

@@ -1,5 +1,4 @@
-"""SGLang plugin, entry point group `sglang.srt.plugins`: batched attention and deterministic inference on a CPU, and
-draft models that keep their weights.
+"""SGLang plugin, entry point group `sglang.srt.plugins`: batched attention and deterministic inference on a CPU.
 
 SGLang calls `register` in its main process before it reads the arguments, and at the start of each scheduler. It only
 logs a plugin that fails. A failure of this one ends the server: without it the names of the attention backends are
@@ -12,7 +11,6 @@ kernels for both. `attention.padded_keys` makes attention independent of the bat
 """
 
 import multiprocessing
-import os
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.cpu import DECODE_BACKEND, KEEP_DRAFTS, PREFILL_BACKEND, CpuMode, cpu_mode
+from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND, CpuMode, cpu_mode
 from rollout.murmur import fmix32, rotate, signed
 
 ROWS = 16
@@ -84,18 +82,6 @@ def fork_children(prepare: Callable[..., None], *args: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
-def keep_draft(worker: Any, request: Any) -> tuple[bool, str]:
-    """Replaces `update_weights_from_disk` of draft models, called when the model itself has read the folder. A draft
-    model would load the tensors whose names it has too. With n-grams there is none, and SGLang 0.5.17 crashes."""
-    return True, "the draft model keeps its weights"
-
-
-def update_model_alone(worker: Any, request: Any) -> tuple[bool, str]:
-    """Replaces `update_weights_from_tensor` of draft models, which would give the draft model the same tensors."""
-    updated: tuple[bool, str] = worker.target_worker.update_weights_from_tensor(request)
-    return updated
-
-
 _LAYERS = "sglang.srt.layers"
 Hooks = dict[str, tuple[Callable[..., Any], str]]
 """{SGLang's name: (our function, "replace" or "around")}"""
@@ -112,32 +98,24 @@ _DETERMINISTIC: Hooks = {
     f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": (linear_in_full_rows, "around"),
     f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": (head_in_full_rows, "around"),
 }
-DRAFTS: Hooks = {
-    "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.update_weights_from_disk": (keep_draft, "replace"),
-    "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.update_weights_from_tensor": (update_model_alone, "replace"),
-}
 HOOKS = {CpuMode.OFF: {}, CpuMode.FAST: _FAST, CpuMode.DETERMINISTIC: _FAST | _DETERMINISTIC}
 
 
 def register() -> None:
-    """Adds the backends and hooks of this process's mode; without effect unless our launcher started a CPU server, or
-    one with speculative decoding."""
-    mode, drafts = cpu_mode(), DRAFTS if KEEP_DRAFTS in os.environ else {}
-    if mode is CpuMode.OFF and not drafts:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, (function, kind) in (HOOKS[mode] | drafts).items():
-        HookRegistry.register(target, function, HookType(kind))
+    """Adds the backends and hooks of this process's mode; without effect unless our launcher started a CPU server."""
+    mode = cpu_mode()
     if mode is CpuMode.OFF:
         return
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in (PREFILL_BACKEND, DECODE_BACKEND):
         register_attention_backend(name)(create_backend)
     server_args.add_attention_backend_choices([PREFILL_BACKEND, DECODE_BACKEND])
     server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    for target, (function, kind) in HOOKS[mode].items():
+        HookRegistry.register(target, function, HookType(kind))
 
 
 def create_backend(model_runner: Any) -> Any:

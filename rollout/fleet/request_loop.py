@@ -320,7 +320,6 @@ class RequestLoop:
             problem = f"it serves weights {reply.weight_label!r}, not {member.weight_label!r}: restarted by others?"
             member.enter(State.DOWN, problem)
             raise ServerUnavailable(f"{member.url}: {problem}")
-        reply = self._cut(reply, response)
         try:
             check_reply(reply, asked=asked, vocab_size=self.vocab_size)
         except ValueError as error:
@@ -333,19 +332,6 @@ class RequestLoop:
                 "rollout.memory_fraction or rollout.kv_cache_tokens, or lower rollout.max_new_tokens"
             )
         return reply
-
-    def _cut(self, reply: Reply, response: Response) -> Reply:
-        """Without what stands behind a stop token or the limit: speculative decoding draws several tokens at a time,
-        and an abort, or the limit, comes before SGLang looks for a stop token among them."""
-        ids, stop = reply.token_ids, response.request.sampling.stop_token_ids
-        if self.config.speculative.method == "none":
-            return reply
-        if reply.finish_reason is FinishReason.ABORT:
-            ids = ids[: response.stretch]
-        ends = np.flatnonzero(np.isin(ids, stop))
-        size = int(ends[0]) + 1 if ends.size else ids.size
-        reason = FinishReason.STOP if ends.size else reply.finish_reason
-        return replace(reply, token_ids=ids[:size], log_probs=reply.log_probs[:size], finish_reason=reason)
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:
         if request.prompt_ids.size == 0:

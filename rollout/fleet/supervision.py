@@ -28,7 +28,7 @@ from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.server_statistics import ServerStatistics
 from rollout.fleet.weight_update import Publisher
-from rollout.wire.client import SPECULATIVE, ServerInfo
+from rollout.wire.client import ServerInfo
 
 _POLL_S = 0.25
 
@@ -218,7 +218,7 @@ class Supervisor:
                 f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
                 "trainer would round log-probs differently; change one of the two"
             )
-        if info.altered and not (self.config.speculative.on and info.altered == SPECULATIVE):
+        if info.altered:
             raise ServerUnfit(
                 f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"
             )

@@ -64,8 +64,7 @@ def environment(arguments: Sequence[str]) -> dict[str, str]:
     """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
     # SGLang's list of arguments is to be had on any machine, also where no GPU package is.
     if "cpu" not in _values(arguments, "--device") and "--help" not in arguments:
-        drafts = {cpu.KEEP_DRAFTS: "1"} if _values(arguments, "--speculative-algorithm") else {}
-        return OFFLINE | SERVER | drafts | (MEMORY_SAVER if "--enable-memory-saver" in arguments else {})
+        return OFFLINE | SERVER | (MEMORY_SAVER if "--enable-memory-saver" in arguments else {})
     deterministic = "--enable-deterministic-inference" in arguments
     mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST
     sizes = [int(size) for flag in ("--tp", "--tp-size", "--tensor-parallel-size") for size in _values(arguments, flag)]
@@ -115,10 +114,9 @@ def main(arguments: Sequence[str]) -> None:
                 os.environ |= {name: ",".join(kept)} if kept else {}
     if not any(_values(arguments, flag) for flag in _OTHER_RENDEZVOUS):
         os.environ.setdefault(RENDEZVOUS, rendezvous())
-    needed = cpu.cpu_mode() is not cpu.CpuMode.OFF or cpu.KEEP_DRAFTS in os.environ
-    if needed and not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
-        sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:
+        if not any(entry.value == _ENTRY_POINT for entry in entry_points(group="sglang.srt.plugins")):
+            sys.exit("the plugin of rollout.cpu is unknown to SGLang; install this project: pip install --no-deps -e .")
         standins.install()
     from sglang.srt.plugins import load_plugins
 

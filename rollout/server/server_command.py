@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollout.config import RolloutConfig, SpeculativeConfig
+from rollout.config import RolloutConfig
 from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND
 from rollout.errors import KeyFileError
 
@@ -65,7 +65,6 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     }
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     flags += ["--enable-fp32-lm-head"] if spec.fp32_head else []
-    arguments |= _speculative(config.speculative) if config.speculative.on else {}
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")
@@ -76,7 +75,6 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         # With the backup they can go on with their old weights, for example after a checkpoint.
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         arguments["--cuda-graph-backend-prefill"] = "disabled"  # its default kind cannot leave the memory
-        flags += ["--enable-draft-weights-cpu-backup"] if config.speculative.draft_model else []
     if spec.device == "cuda" and spec.dtype == "float32":
         # FlashAttention 3 and FlashInfer take 16-bit types only, and so does SGLang's RMS norm outside this mode.
         arguments["--attention-backend"] = "triton"
@@ -96,19 +94,6 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     if kv_cache_tokens is not None:
         arguments["--max-total-tokens"] = str(kv_cache_tokens)
     return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)
-
-
-def _speculative(config: SpeculativeConfig) -> dict[str, str]:
-    arguments = {"--speculative-algorithm": config.method.upper()}
-    if config.draft_model is not None:
-        arguments["--speculative-draft-model-path"] = str(Path(config.draft_model).resolve())
-    if config.draft_tokens is not None:
-        proposed, checked = str(config.draft_tokens), str(config.draft_tokens + 1)  # with the token before them
-        arguments["--speculative-num-draft-tokens"] = checked
-        # As a chain. SGLang would propose trees, of a size that it knows only for its own number of tokens.
-        chain = {"--speculative-num-steps": proposed, "--speculative-eagle-topk": "1"}
-        arguments |= {"--speculative-ngram-max-bfs-breadth": "1"} if config.method == "ngram" else chain
-    return arguments
 
 
 class Secret(str):

@@ -21,11 +21,7 @@ READ_AHEAD = 1 << 24
 """Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
 server-sent event may be twice as long: 800,000 tokens."""
 
-SPECULATIVE = "speculative_algorithm"
-_ALTERING = ("quantization", "torchao_config", "enable_lora", "cpu_offload_gb", SPECULATIVE)
-_DRAFT = "draft."
-"""Beginning of the names that SGLang gives to a draft model's tensors among a server's checksums."""
-
+_ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PLAIN = {"Content-Type": "application/json"}
@@ -49,8 +45,7 @@ class ServerInfo:
     streams: bool = False
     """Whether it can stream a response in segments that do not repeat each other."""
     altered: str = ""
-    """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given, or it has others
-    beside them (`speculative_algorithm`); empty: none."""
+    """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,15 +248,9 @@ class SglangClient:
         await self._succeed("/destroy_weights_update_group", {"group_name": group_name})
 
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
-        """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server. A
-        draft model's, which gets no weights, are left out."""
+        """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
         async with self._json("/weights_checker", {"action": "checksum"}, deadline_s) as answer:
-            return {
-                _tensor_rank(rank["parallelism_info"]): {
-                    name: digest for name, digest in rank["checksums"].items() if not name.startswith(_DRAFT)
-                }
-                for rank in answer["ranks"]
-            }
+            return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
 
     async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> None:
         async with self._json(path, body, deadline_s) as answer:

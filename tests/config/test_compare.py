@@ -35,10 +35,9 @@ UNRELATED = """
     model.fp32_head
     algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate
     algorithm.dynamic_sampling.surplus algorithm.dynamic_sampling.ahead
-    rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
     rollout.start_quorum
+    rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
     rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
-    rollout.speculative.method rollout.speculative.draft_model rollout.speculative.draft_tokens
     rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s
     rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
     reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
@@ -155,14 +154,3 @@ def test_diff_loads_strictly(write):
         diff(write("one.yaml", "algorithm: {clip: {hihg: 0.2}}\n"), "paper")
     with pytest.raises(ConfigError, match="name at least one config file"):
         diff("paper", "paper")
-
-
-def test_auto_corrects_for_tokens_that_were_proposed(write):
-    proposed = ["rollout.speculative.method=ngram", "model.dtype=bfloat16"]
-    fresh = "algorithm.dynamic_sampling.max_staleness=0"
-    path = write("a.yaml")
-    plain, drafted = load_config(path, [fresh]), load_config(path, [fresh, *proposed])
-    assert (plain.importance_mode, drafted.importance_mode) == ("none", "truncated")
-    assert load_config(path, [*proposed, "algorithm.importance.mode=masked"]).importance_mode == "masked"
-    assert [each.key for each in departures(flatten_config(plain))] == []
-    assert [each.key for each in departures(flatten_config(drafted))] == ["algorithm.importance.mode"]

@@ -58,9 +58,6 @@ def test_what_is_dumped_loads_to_the_same_config(file, tmp_path):
     assert load_config(again) == config
 
 
-NGRAM = ("rollout.speculative.method=ngram", "model.dtype=bfloat16")
-
-
 @pytest.mark.parametrize("text", ["1e5", "010", "1:30", "0o17", "2024-01-01", "2024-13-45", "on", "~", "é 'x\""])
 def test_a_text_that_looks_like_something_else_stays_a_text(file, tmp_path, text):
     config = load_config(file(), ["evaluation.path=" + json.dumps(text, ensure_ascii=False)])
@@ -163,17 +160,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
         ("", ["rollout.extra_args=[--enable-fp32-lm-head]"], ["--enable-fp32-lm-head", "set model.fp32_head"]),
-        ("", ["rollout.extra_args=[--speculative-algorithm, EAGLE]"], ["set rollout.speculative.method"]),
-        ("", ["rollout.extra_args=[--speculative-token-map, a]"], ["--speculative-token-map", "remove it"]),
-        ("", ["rollout.speculative.method=eagle3", "model.dtype=bfloat16"], ["eagle3", "needs the folder of a draft"]),
-        ("", ["rollout.speculative.draft_model=d"], ["draft_model", "method = none has none"]),
-        ("", ["rollout.speculative.draft_tokens=3"], ["draft_tokens = 3", "set method too"]),
-        ("", [*NGRAM, "rollout.speculative.draft_model=d"], ["method = ngram has none"]),
-        ("", [*NGRAM, "actor.device=cpu"], ["servers on a CPU have no kernels"]),
-        ("", [*NGRAM, "rollout.deterministic=true"], ["rollout.deterministic = true"]),
-        ("", ["rollout.speculative.method=ngram", "model.dtype=float32"], ["model.dtype = float32"]),
-        ("", [*NGRAM, "rollout.urls=[http://a:1]"], ["rollout.urls", "somebody else"]),
-        ("", [*NGRAM, "algorithm.importance.mode=none"], ["importance.mode to truncated"]),
+        ("", ["rollout.extra_args=[--speculative-algorithm, EAGLE]"], ["--speculative-algorithm", "draft model"]),
         ("", ["rollout.extra_args=[--quantization=fp8]"], ["--quantization=fp8", "rounded weights", "remove it"]),
         ("", ["rollout.extra_args=[--enable_lora]"], ["--enable_lora", "names"]),
         ("", ["rollout.extra_args=[--dp, '2']"], ["--dp", "rollout.servers"]),

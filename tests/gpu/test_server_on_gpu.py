@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.config import SpeculativeConfig
 from rollout.generation import Generation, GenerationRequest
 from tests.actor.tiny import load_reference
-from tests.gpu.place import DEVICE, DTYPES, ON_CPU, answers, requests, save_small, serve
+from tests.gpu.place import DEVICE, DTYPES, answers, requests, save_small, serve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -58,26 +57,3 @@ def test_it_answers_as_transformers(dtype: str, record: Callable[[str, Any], Non
     assert found["greedy"]["share of the most likely token"] > (0.6 if dtype == "bfloat16" else 0.95)
     assert found["sampled"]["mean gap"] < NEAR[dtype]
     assert found["sampled"]["share of the most likely token"] < 0.8, "drawn, not greedy"
-
-
-@pytest.mark.skipif(ON_CPU, reason="there are no kernels for it on a CPU")
-def test_proposed_tokens_are_those_of_the_model_also_after_a_publish(
-    record: Callable[[str, Any], None], tmp_path: Path
-) -> None:
-    """N-grams: greedy text of a small model repeats itself, so that much is proposed. The weights come from a folder,
-    after which SGLang 0.5.17 without our hook would have crashed."""
-    folder, newer = save_small(tmp_path / "model"), save_small(tmp_path / "newer", seed=1)
-    greedy, sampled = requests(4, 128, temperature=0.0), requests(16, 32)
-
-    async def work(fleet: Any) -> list[list[Generation]]:
-        before = [await answers(fleet, greedy), await answers(fleet, sampled)]
-        await fleet.publish(newer, 1)
-        return [*before, await answers(fleet, greedy), await answers(fleet, sampled)]
-
-    given = SpeculativeConfig(method="ngram", draft_tokens=4)
-    drawn = serve(folder, tmp_path / "server.log", "bfloat16", work, speculative=given)
-    for place, asked, answered in zip((folder, folder, newer, newer), (greedy, sampled) * 2, drawn, strict=True):
-        found = compare(place, asked, answered)
-        record(f"proposed by n-grams, {place.name}", found)
-        assert found["tokens"] == sum(one.sampling.max_new_tokens for one in asked)
-        assert found["mean gap"] < NEAR["bfloat16"]

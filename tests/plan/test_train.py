@@ -7,10 +7,8 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.plan.memory import server_memory
 from megatron_dapo.plan.rank_state import StateBytes
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario
-from megatron_dapo.plan.step_plan import fleet_of
 from megatron_dapo.plan.trainer_time import forward_flops, log_prob_time, update_time
 from tests.plan.conftest import RECIPES
 
@@ -93,12 +91,3 @@ def test_data_parallel_moves_gradients_and_weights_once(constants):
     one = update_time(case(constants, tensor=8, data=2), EQUAL[:2] // 8, state)
     link = constants.network_bandwidth * constants.communication_efficiency
     assert one.data_s == pytest.approx(3e9 / link + 6e9 / constants.memory_bandwidth)
-
-
-def test_speculative_decoding_divides_a_decode_step_by_the_measured_speed(constants):
-    plain = case(dataclasses.replace(constants, speculative_speed=2.0))
-    faster = plain.changed({"rollout.speculative.method": "ngram"})
-    before, after = (fleet_of(each, server_memory(each)) for each in (plain, faster))
-    assert after.step_s(64, 1e5) == pytest.approx(before.step_s(64, 1e5) / 2)
-    assert after.prefill_s == before.prefill_s
-    assert before == fleet_of(case(constants), server_memory(plain))

@@ -30,8 +30,6 @@ LINGERS_S = 0.02
 class StandIn:
     """Engine: the server runs in the test's own event loop."""
 
-    has_draft = False
-    """Whether it has a draft model, whose tensors are among its checksums."""
     load: tuple[float, int] | None = None
     """Share of its KV cache in use and requests that wait, as /v1/loads tells; None: it knows no such route."""
 
@@ -303,7 +301,6 @@ class StandIn:
             checksums = dict(expected_checksums(self.loaded, INFO)[0])
         if self.corrupt is not None:
             checksums[self.corrupt] = "0" * 16
-        checksums |= {"draft.model.norm.weight": "1" * 16} if self.has_draft else {}
         rank = {"tp_rank": 0}
         ranks = [{"parallelism_info": [rank] if self.newer_checker else rank, "checksums": checksums}]
         return web.json_response({"success": True, "ranks": ranks})

@@ -334,3 +334,24 @@ def test_apptainer_gets_one_word_for_each_and_then_the_program(tmp_path):
     words = [line[1:-1] for line in done.stdout.splitlines()]
     assert words[:5] == ["exec", "--nv", "--bind=/my data:/data,/b:/b", f"--pwd={Path.cwd()}", image]
     assert words[5:10] == ["python", "-m", "megatron_dapo.slurm.node", "--run-dir", f"{tmp_path}/a run"]
+
+
+WARN = "kill -USR1 $PPID; for _ in {1..100}; do [ -s stop ] && { rm stop; break; }; read -t 0.1 <> <(:); done"
+"""The batch script's warning, and a run that notices it and takes the file away (`run.stop_on_file`)."""
+
+
+def test_a_users_stop_counts_beside_the_scripts_own(job, tmp_path):
+    assert "requeue 7" in job(75, WARN)
+    assert "requeue" not in job(75, f"{WARN}; touch stop")  # while the run saves
+    (tmp_path / "run" / "stop").touch()  # while the job waits in the queue again
+    assert "does not start again" in job(75, "echo started")
+
+
+def test_what_a_run_that_died_left_of_the_scripts_own_is_gone_before_the_queue(job, tmp_path):
+    assert "requeue 7" in job(75, WARN.replace("rm stop; ", ""))
+    assert not (tmp_path / "run" / "stop").exists()
+
+
+def test_set_e_of_a_setup_line_does_not_keep_a_job_from_its_queue(tmp_path):
+    text = script(overrides=[f"run.dir={tmp_path}"], setup=("set -e",))
+    assert text.index("checked 'set -e'") < text.index("set +e -uo pipefail") < text.index("wait ")

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout.config import SpeculativeConfig
 from rollout.errors import FleetLost, RolloutError, ServerRefused, WeightMismatch
 from rollout.generation import FinishReason
 from tests.rollout.fleet_kit import check_tokens, fleet_of, request, run, until
@@ -191,20 +190,5 @@ def test_closing_ends_waits_and_servers() -> None:
             with pytest.raises(RolloutError, match="closed"):
                 await fleet.generate(request())
         assert server.closed
-
-    run(test)
-
-
-def test_a_draft_model_is_left_out_of_the_checksums_and_nothing_else_is_admitted(folders: list[Path]) -> None:
-    async def test() -> None:
-        server = StandIn()
-        server.says, server.has_draft = {"speculative_algorithm": "EAGLE3"}, True
-        given = SpeculativeConfig(method="eagle3", draft_model="/models/draft")
-        async with fleet_of(server, speculative=given) as fleet:
-            report = await fleet.publish(folders[0], 1)
-            assert report.servers.keys() == {server.url}
-            server.says["quantization"] = "fp8"
-            await server.die()
-            await until(lambda: "it runs with quantization" in fleet.members[0].reason)
 
     run(test)

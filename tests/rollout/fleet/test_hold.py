@@ -3,15 +3,14 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from rollout.errors import RolloutError
-from rollout.fleet.request_loop import RequestLoop, Response
-from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
-from rollout.wire.reply import Reply
+from rollout.fleet.member import State
+from rollout.generation import FinishReason, Generation, GenerationRequest
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
 
@@ -189,21 +188,33 @@ def test_what_was_drawn_until_now_is_told_and_another_fleet_goes_on_from_it(fold
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("drawn", "reason", "kept", "ends"),
-    [
-        ([3, 9, 4], FinishReason.ABORT, [3, 9], FinishReason.STOP),
-        ([3, 3, 9, 4], FinishReason.LENGTH, [3, 3, 9], FinishReason.STOP),
-        ([3] * 7, FinishReason.ABORT, [3] * 6, FinishReason.ABORT),
-        ([3, 3], FinishReason.LENGTH, [3, 3], FinishReason.LENGTH),
-    ],
-)
-def test_what_speculative_decoding_drew_behind_the_end_is_cut(drawn, reason, kept, ends) -> None:
-    sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(9,))
-    response = Response(replace(training("r", tokens=6), sampling=sampling))
-    ids = np.array(drawn, np.int32)
-    reply = Reply(token_ids=ids, log_probs=np.zeros(ids.size, np.float32), finish_reason=reason, weight_label=None)
-    for method, (wanted, end) in {"ngram": (kept, ends), "none": (drawn, reason)}.items():
-        loop = SimpleNamespace(config=SimpleNamespace(speculative=SimpleNamespace(method=method)))
-        cut = RequestLoop._cut(loop, reply, response)
-        assert (cut.token_ids.tolist(), cut.log_probs.size, cut.finish_reason) == (wanted, len(wanted), end)
+class AbortsOnTheWay(StandIn):
+    """SGLang's answer to what is aborted before its scheduler has it: 499."""
+
+    on_the_way = 3
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if not self.on_the_way:
+            return await super()._generate(request)
+        self.on_the_way -= 1
+        rid = (await request.json())["rid"]
+        self.running[rid] = aborted = asyncio.Event()
+        await aborted.wait()
+        del self.running[rid]
+        return web.json_response({"error": {"message": "aborted"}}, status=499)
+
+
+def test_what_is_interrupted_on_its_way_to_a_server_is_no_failure_of_it(folders: list[Path]) -> None:
+    async def test() -> None:
+        server = AbortsOnTheWay()
+        async with fleet_of(server, max_attempts=2) as fleet:
+            await fleet.publish(folders[0], 3)
+            asked = asyncio.ensure_future(fleet.generate(training("r")))
+            for left in (2, 1, 0):
+                await until(lambda left=left: server.running and server.on_the_way == left)
+                await fleet.hold()
+                assert [member.state for member in fleet.members] == [State.READY]
+                fleet.let_go()
+            check_tokens(await asked, 1, 30)
+
+    run(test)
