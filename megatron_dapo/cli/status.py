@@ -36,23 +36,26 @@ def status(
 
 def _may_go_on(folder: Path) -> bool:
     """Whether the newest Slurm job says that it goes back into the queue, or has written something just now."""
-    logs = sorted((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime)
-    if not logs:
+    log = _newest_log(folder)
+    if log is None:
         return False
-    last = logs[-1].read_text(errors="replace")[-2000:]
+    last = log.read_text(errors="replace")[-2000:]
     requeued = "going back into the queue" in last.replace("not going back", "") or "DUE TO" in last
-    return requeued or time.time() - logs[-1].stat().st_mtime < SILENT_S
+    return requeued or time.time() - log.stat().st_mtime < SILENT_S
+
+
+def _newest_log(folder: Path) -> Path | None:
+    return max((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime, default=None)
 
 
 def _job_log(folder: Path) -> str:
     """Where the newest Slurm job says why it ended; empty without one."""
-    logs = sorted((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime)
-    return f"what its job says: {logs[-1]}" if logs else ""
+    log = _newest_log(folder)
+    return f"what its job says: {log}" if log else ""
 
 
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
-    """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a
-    terminal first."""
+    """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a terminal first."""
     if (folder / "logs").is_dir() and not any((folder / name).exists() for name in RUN_FILES):
         job = _job_log(folder) or "its job waits in the queue, or was not submitted"
         if not clear:

@@ -241,3 +241,23 @@ def test_a_dead_run_under_slurm_names_the_log_of_its_job(tmp_path, capsys):
     write_lines(tmp_path / "status.json", [asdict(beat())])
     status_command(tmp_path)
     assert f"what its job says: {tmp_path}/logs/slurm-7.log" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("says", "waits"),
+    [
+        ("saved; going back into the queue", True),
+        ("saved; stopped by stop, so not going back into the queue. To go on, submit the script again", False),
+        ("CANCELLED AT 2026-11-23T17:00:00 DUE TO PREEMPTION", True),
+        ("an error", False),
+    ],
+)
+def test_a_dead_run_is_followed_only_where_its_job_may_start_again(says, waits, tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "slurm-7.log"
+    log.write_text(f"{says}\n")
+    os.utime(log, (time.time() - 4000,) * 2)
+    write_lines(tmp_path / "status.json", [asdict(beat(host="node-9", written=time.time() - 4000))])
+    paused = []
+    followed(tmp_path, monkeypatch, lambda: paused.append(1))
+    assert bool(paused) == waits
