@@ -28,7 +28,6 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.benchmarks.actor_update import QUICKSTART, Lengths, actor_config, spread, start
-from tools.benchmarks.random_model import write_random_model
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
@@ -45,8 +44,21 @@ class Case:
 
 def cases(folder: Path) -> list[Case]:
     """The quickstart's base and a random model of about 20 million parameters, with equal and with ragged lengths."""
-    shape = {"num_hidden_layers": 8, "hidden_size": 384, "intermediate_size": 1024, "vocab_size": 16384}
-    write_random_model(folder / "20M", **shape, num_attention_heads=6, tie_word_embeddings=True)
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16384,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "20M")
     small: dict[str, Any] = {"folder": QUICKSTART, "micro_batch_tokens": 4096}
     large: dict[str, Any] = {"folder": folder / "20M", "micro_batch_tokens": 1024}
     return [
