@@ -36,7 +36,9 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
             yield failed(f"nvidia-smi is here but lists no GPU (exit code {answer.code}): {last}", _NO_DRIVER)
             return
         yield warning("nvidia-smi is here but finds no device", "run this on the node that has the GPUs")
-    shown = f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}" if gpus else "none"
+    shown = "none: a run here uses the CPU"
+    if gpus:
+        shown = f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}"
     if not gpus and config is not None and config.actor.device == "cuda":
         yield failed("none is visible", "set actor.device=auto for a run on the CPU, or install the driver")
     elif not gpus and facts.elsewhere:

@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,19 @@ def test_a_job_that_waits_in_the_queue_again_is_ended_by_the_users_file_too(job,
     assert "submit the script again" in shown
 
 
+@pytest.mark.parametrize(("submitted", "starts"), [(-60, False), (60, True), (None, True)])
+def test_a_job_of_a_chain_that_was_submitted_before_the_users_stop_does_not_start(submitted, starts, job, tmp_path):
+    stop = tmp_path / "run" / "stop"
+    stop.touch()
+    when = (
+        "" if submitted is None else datetime.fromtimestamp(stop.stat().st_mtime + submitted).isoformat("T", "seconds")
+    )
+    (tmp_path / "bin" / "squeue").write_text(f"#!/usr/bin/env bash\necho {when}\n")
+    (tmp_path / "bin" / "squeue").chmod(0o755)
+    shown = job(75, "echo started")
+    assert ("started" in shown, "does not start;" in shown) == (starts, not starts)
+
+
 def test_apptainer_gets_one_word_for_each_and_then_the_program(tmp_path):
     """As bash reads the script, with names that need quotes."""
     image = f"{tmp_path}/it's here.sif"
@@ -344,7 +358,7 @@ def test_a_users_stop_counts_beside_the_scripts_own(job, tmp_path):
     assert "requeue 7" in job(75, WARN)
     assert "requeue" not in job(75, f"{WARN}; touch stop")  # while the run saves
     (tmp_path / "run" / "stop").touch()  # while the job waits in the queue again
-    assert "does not start again" in job(75, "echo started")
+    assert "does not start" in job(75, "echo started")
 
 
 def test_what_a_run_that_died_left_of_the_scripts_own_is_gone_before_the_queue(job, tmp_path):
