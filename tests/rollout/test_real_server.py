@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import ServerRefused, WeightMismatch
-from rollout.generation import FinishReason, GenerationRequest, SamplingParams, ServedPart
+from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams, ServedPart, ThinkingLimit
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import expected_checksums, verify
 from rollout.wire.client import SglangClient
@@ -139,6 +139,40 @@ def test_a_seed_decides_the_response_whatever_shares_the_batch(places: dict[str,
         longer = [index for index in range(12) if alone[index].token_ids.size > 4]
         assert longer
         assert all(alone[index].token_ids.tolist() != others[index].token_ids.tolist() for index in longer)
+
+    place.run(work())
+
+
+def test_an_interrupted_response_is_the_same_to_the_bit_on_a_server_that_never_saw_its_beginning(
+    places: dict[str, Place],
+) -> None:
+    """On a CPU a token's numbers do not depend on whether it was decoded, cached, or read as a prompt."""
+    place = places["qwen3"]
+    limit = ThinkingLimit(budget=20, end_ids=(3, 4), ended=lambda drawn: False)
+    asked = [
+        replace(one, sampling=SamplingParams(max_new_tokens=48, thinking=limit))
+        for one in requests_of(16, seed=11, tokens=48)
+    ]
+
+    def beginning(one: Generation) -> Generation:
+        return replace(
+            one,
+            token_ids=one.token_ids[:20],
+            log_probs=one.log_probs[:20],
+            weight_versions=one.weight_versions[:20],
+            finish_reason=FinishReason.ABORT,
+            given=(),
+        )
+
+    async def work() -> None:
+        whole = [one for one in await all_of(place.fleet, asked) if one.given]
+        assert len(whole) > 4
+        by_id = {one.request_id: one for one in asked}
+        begun = [replace(by_id[one.request_id], begun=beginning(one)) for one in whole]
+        await place.fleet.members[0].client.flush_cache()
+        for first, second in zip(whole, await all_of(place.fleet, begun), strict=True):
+            np.testing.assert_array_equal(first.token_ids, second.token_ids)
+            np.testing.assert_array_equal(first.log_probs.view(np.int32), second.log_probs.view(np.int32))
 
     place.run(work())
 
