@@ -1,6 +1,6 @@
-"""curves.png: the ladder at one glance, for a page that shows no HTML."""
+"""curves.png: the ladder, or the presets where no rung of it was run, at one glance, for a page that shows no HTML."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,29 +11,34 @@ from matplotlib.ticker import MaxNLocator
 
 from examples.ablation.curves import CHARTS, Series, series
 from examples.ablation.results import Outcome
-from examples.ablation.rungs import LADDER
+from examples.ablation.rungs import LADDER, PRESETS
 from examples.ablation.verdicts import Found
 from megatron_dapo.monitor.picture import BLUE, FAINT, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
 
-COLOURS = dict(zip((rung.name for rung in LADDER), (FAINT, SKY, BLUE, ORANGE, VERMILLION, GREEN), strict=True))
+PALETTE = (FAINT, SKY, BLUE, ORANGE, VERMILLION, GREEN)
+COLOURS = dict(zip((rung.name for rung in (*LADDER, *PRESETS)), (*PALETTE, *PALETTE[1:]), strict=True))
 
 
-def draw_picture(outcomes: Sequence[Outcome], ladder: Sequence[Found], out_png: Path) -> None:
-    """The ladder's six curves, and the gain of each rung with its 95% interval over the seeds."""
+def draw_picture(outcomes: Sequence[Outcome], tables: Mapping[str, Sequence[Found]], out_png: Path) -> None:
+    """Six curves of each rung, and each one's gain with its 95% interval over the seeds."""
+    ran = {outcome.rung for outcome in outcomes}
+    ladder = any(rung.name in ran for rung in LADDER) or not ran
+    rungs = [rung.name for rung in (LADDER if ladder else PRESETS)]
     figure = Figure(figsize=(13, 7), dpi=150, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08))
     FigureCanvasAgg(figure)
     above, below = figure.subfigures(2, 1, height_ratios=(2, 0.9))  # apart: long labels below leave the curves alone
     panels = above.subplots(2, 3).flat
     for number, (chart, panel) in enumerate(zip(CHARTS, panels, strict=True)):
         _style(panel, chart.title, chart.x_label)
-        for one in series(chart, outcomes, tuple(COLOURS)):
+        for one in series(chart, outcomes, rungs):
             _curve(panel, one)
         if chart.unit == "share":
             panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         panel.set_ylim(bottom=0)
         if number == 0 and panel.lines:
             panel.legend(fontsize=8, frameon=False, labelcolor=INK)
-    _gains(below.subplots(), ladder)
+    over = "the one before" if ladder else "the paper's preset"
+    _gains(below.subplots(), tables["ladder" if ladder else "presets"], over)
     figure.savefig(out_png)
 
 
@@ -43,11 +48,9 @@ def _curve(panel: Axes, one: Series) -> None:
     panel.plot(one.x, one.mean, color=colour, linewidth=1.8, label=one.rung, marker=alone)
 
 
-def _gains(panel: Axes, ladder: Sequence[Found]) -> None:
-    _style(
-        panel, "Gain of each rung over the one before, held-out, sampled: mean over the seeds, 95% interval", "points"
-    )
-    known = [found for found in ladder if found.difference]
+def _gains(panel: Axes, comparisons: Sequence[Found], over: str) -> None:
+    _style(panel, f"Gain of each over {over}, held-out, sampled: mean over the seeds, 95% interval", "points")
+    known = [found for found in comparisons if found.difference]
     for at, found in enumerate(known):
         difference = found.difference
         assert difference is not None

@@ -1,6 +1,6 @@
 """The ladder's report: one HTML file without network, the same as Markdown, and a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,13 +56,13 @@ def write_report(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found = compare(outcomes)
+    found, ran = compare(outcomes), {outcome.rung for outcome in outcomes}
     content = {
         "seeds": sorted({outcome.seed for outcome in outcomes}),
         "runs": len(outcomes),
         "failures": [f"{o.rung}, seed {o.seed}: {o.failure}" for o in outcomes if o.failure],
-        "tables": [(HEADS[name], [comparison_row(item) for item in items]) for name, items in found.items()],
-        "claims": [claim_row(item) for item in claims(outcomes)],
+        "tables": [(HEADS[name], rows) for name, items in found.items() if (rows := comparison_rows(items, ran))],
+        "claims": [claim_row(item) for item in claims(outcomes) if item.one in ran or item.other in ran],
         "said": said(found, claims(outcomes)),
         "rungs": rung_rows(outcomes),
         "measures": [measure.label for measure in MEASURES],
@@ -71,11 +71,15 @@ def write_report(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
     }
     html, markdown, picture = folder / "report.html", folder / "results.md", folder / "curves.png"
     style = Markup((PRODUCT / "report.css").read_text(encoding="utf-8"))
-    charts = [(title, [draw(chart, outcomes, key) for chart in CHARTS]) for key, (title, _) in SETS.items()]
+    charts = [
+        (title, [draw(chart, outcomes, key) for chart in CHARTS])
+        for key, (title, rungs) in SETS.items()
+        if not ran.isdisjoint(rungs)
+    ]
     page = environment.get_template("ladder.html.j2").render(**content, style=style, charts=charts)
     html.write_text(page, encoding="utf-8")
     markdown.write_text(environment.get_template("ladder.md.j2").render(**content), encoding="utf-8")
-    draw_picture(outcomes, found["ladder"], picture)
+    draw_picture(outcomes, found, picture)
     return [html, markdown, picture]
 
 
@@ -88,6 +92,12 @@ def spoken_difference(found: Paired | None, measure: Measure) -> str:
     if found.low is None or found.high is None:
         return text
     return f"{text} [{scale * found.low:+.{measure.digits}f}, {scale * found.high:+.{measure.digits}f}]"
+
+
+def comparison_rows(items: Sequence[Found], ran: Collection[str]) -> list[Row]:
+    """Those of a family of which a run was made; none where none was."""
+    made = any(item.one in ran and item.other in ran for item in items)
+    return [comparison_row(item) for item in items] if made else []
 
 
 def comparison_row(found: Found) -> Row:

@@ -114,6 +114,18 @@ def test_page_and_markdown_hold_the_same_verdicts(outcomes, tmp_path) -> None:
     assert "| overlong filtering | naive → filter | 5 |" in text
 
 
+def test_presets_alone_are_drawn_and_nothing_that_was_not_run(tmp_path) -> None:
+    runs = planned(tmp_path, ["paper", "gspo"], SEEDS)
+    for run in runs:
+        finish(run, sampled=0.3 + 0.1 * (run.rung.name == "gspo") + 0.01 * WOBBLE[run.seed])
+    html, markdown, picture = write_report(tmp_path, read_outcomes(runs))
+    assert html.read_text().count("<svg") == 6, "one set"
+    assert "paper → gspo" in markdown.read_text()
+    for absent in ("naive", "The paper's other effects", "switched off"):
+        assert absent not in markdown.read_text()
+    assert picture.stat().st_size > 60_000, "an empty one has less"
+
+
 def test_a_curve_is_the_mean_over_seeds_with_the_lowest_and_the_highest(tmp_path) -> None:
     runs = planned(tmp_path, ["naive"], [0, 1, 2])
     for run, entropy in zip(runs, (0.1, 0.2, 0.6), strict=True):
