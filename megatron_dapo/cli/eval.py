@@ -4,14 +4,13 @@ import asyncio
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of, model_config
-from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.hub import with_local_paths
 
 
@@ -22,14 +21,8 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Each new version of a run, as it comes.")] = False,
-    every: Annotated[int, typer.Option(min=1, help="With --watch: only versions of this multiple.")] = 1,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
-    if watch and (model or out or not (target / "config.yaml").is_file()):
-        raise ConfigError(f"{target}: --watch takes the directory of a run, once it has begun; no --model, no --out")
-    if every > 1 and not watch:
-        raise ConfigError(f"--every {every}: says which versions --watch takes; give --watch, or leave it out")
     from megatron_dapo.cli.train import prepare_environment
     from megatron_dapo.cluster.waits import StopRequested
 
@@ -37,7 +30,7 @@ def evaluate(
         """The first signal cancels: servers end, and every answer that was judged is on disk. A second one interrupts
         that."""
         try:
-            await (_watch(target, words, every) if watch else _evaluate_once(target, words, model, out))
+            await _evaluate(target, words, model, out)
         except asyncio.CancelledError:
             raise StopRequested("stopped; the same command goes on with what is missing") from None
 
@@ -47,7 +40,7 @@ def evaluate(
     return True
 
 
-async def _evaluate_once(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
+async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
     from megatron_dapo.diagnostics.evaluation_session import evaluation_session
     from megatron_dapo.diagnostics.weight_snapshot import KEPT, fingerprint
     from megatron_dapo.monitor.console import Console
@@ -64,27 +57,6 @@ async def _evaluate_once(target: Path, overrides: Sequence[str], model: Path | N
         shutil.rmtree(weights)
     _show(result)
     console.note(f"{out}: result.json, problems.jsonl, responses.jsonl")
-
-
-async def _watch(run: Path, overrides: Sequence[str], every: int) -> None:
-    from megatron_dapo.diagnostics.evaluation_session import Watch, evaluation_session
-    from megatron_dapo.diagnostics.local_jobs import with_own_servers
-    from megatron_dapo.monitor.console import Console
-    from megatron_dapo.monitor.statistics import EVALUATIONS
-
-    sync, console = load_config(run / "config.yaml").rollout.weight_sync, Console()
-    if sync != "disk":
-        raise ConfigError(f"{run}: rollout.weight_sync = {sync}: its versions never are on disk, as --watch needs them")
-    with closing(Watch(run, every=every, report=console.note)) as watch:
-        first = await watch.next_version()
-        if first is None:
-            console.note(f"{run}: no version to evaluate, and the run does not go on")
-            return
-        config = with_own_servers(load_config(run / "config.yaml", overrides), watch.snapshot(first))
-        async with evaluation_session(config, run / EVALUATIONS, console.note) as session:
-            async for version, result in watch.evaluate(session):
-                console.note(f"version {version}:")
-                _show(result)
 
 
 def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> tuple[Config, Path, int | None]:

@@ -70,7 +70,7 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     for override in overrides:
         _override(tree, lines, override)
     of_a_run = Path(path).with_name("ledger.jsonl").exists()
-    _old_names(tree, lines, of_a_run=of_a_run)
+    _unquoted_off(tree)
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))
@@ -112,30 +112,11 @@ def _entries(node: yaml.Node | None, above: KeyPath = ()) -> Iterator[tuple[KeyP
             yield from _entries(item, (*above, str(number)))
 
 
-def _old_names(tree: dict[str, Any], lines: Lines, *, of_a_run: bool) -> None:
-    """Runs that began before `filter` have stored `enabled`, those before `surplus` `caution` and `margin`. And YAML
-    takes `off` without quotes for false."""
+def _unquoted_off(tree: dict[str, Any]) -> None:
+    """YAML takes `off` without quotes for false."""
     algorithm = tree.get("algorithm")
     sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
-    if not isinstance(sampling, dict):
-        return
-    section = ("algorithm", "dynamic_sampling")
-    if isinstance(sampling.get("enabled"), bool):
-        old = (*section, "enabled")
-        if "filter" in sampling:
-            raise ConfigError(f"{_place(old, lines)}: {'.'.join(old)} is filter's old name; give one of the two")
-        sampling["filter"] = "refill" if sampling.pop("enabled") else "off"
-        lines[(*section, "filter")] = lines.pop(old, _place(section, lines))
-    past = {name: sampling[name] for name in ("caution", "margin") if name in sampling}
-    if past and of_a_run and "surplus" not in sampling and all(isinstance(one, int | float) for one in past.values()):
-        caution, margin = (sampling.pop(name, 0.0) for name in ("caution", "margin"))
-        sampling["surplus"] = -float(caution) if caution else float(margin)
-    elif past:
-        where = (*section, next(iter(past)))
-        raise ConfigError(
-            f"{_place(where, lines)}: {'.'.join(where)}: is surplus now; set it to -caution, or to margin"
-        )
-    if sampling.get("filter") is False:
+    if isinstance(sampling, dict) and sampling.get("filter") is False:
         sampling["filter"] = "off"
 
 

@@ -1,12 +1,5 @@
-"""Evaluations with servers of their own, or with somebody's running ones; each can be stopped and resumed.
+"""An evaluation with servers of its own, or with somebody's running ones; it can be stopped and resumed."""
 
-`Watch` evaluates each new version of a run's weights beside the training. The run writes a version, gives it to its
-servers and removes the one before; of a version that is to be evaluated a snapshot is taken as soon as it appears. Only
-the newest snapshot waits: where training is faster than evaluation, versions in between are left out, and said to be.
-"""
-
-import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
@@ -14,23 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.diagnostics.response_log import EvaluationError, ResponseLog, read_settings, response_log
-from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
-from megatron_dapo.experience.evaluation import RESULT, Answer, AnswerKey, Evaluator, write_results
+from megatron_dapo.diagnostics.response_log import EvaluationError, ResponseLog, response_log
+from megatron_dapo.diagnostics.weight_snapshot import fingerprint
+from megatron_dapo.experience.evaluation import Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
-from megatron_dapo.monitor.statistics import EVALUATIONS
-from megatron_dapo.report.liveness import liveness, lock_holder
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 
 PROGRESS_INTERVAL_S = 10.0
-POLL_S = 0.5
 
 
 @asynccontextmanager
@@ -138,83 +127,3 @@ class EvaluationSession:
         if len(set(labels.values())) > 1:
             raise EvaluationError(f"the servers hold different weights: {labels}; give them the same ones first")
         return {"label": next(iter(labels.values())), "urls": sorted(labels)}
-
-
-class Watch:
-    """The versions of one run."""
-
-    def __init__(self, run: Path, *, every: int, report: Callable[[str], None]) -> None:
-        """`every`: versions whose number is no multiple of it are left alone."""
-        self._run, self._every, self._report = run, every, report
-        self._snapshots = run / EVALUATIONS / ".snapshots"
-        self._waiting: int | None = None
-        self._seen: dict[int, int] = {}
-        """Version -> when its folder was made: a run that was resumed makes some versions again, with other weights."""
-
-    async def next_version(self) -> int | None:
-        """The version to evaluate next, as soon as there is one; None if the run ended without another."""
-        while True:
-            finished = (self._run / "summary.json").exists()
-            # Asked before the look: a version that came last must not be missed.
-            alive = liveness(read_heartbeat(self._run), lock_holder(self._run), finished=finished).alive
-            self._look()
-            if self._waiting is not None or not alive:
-                return self._waiting
-            await asyncio.sleep(POLL_S)
-
-    async def evaluate(self, session: EvaluationSession) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Versions with what their result.json holds, until the run has ended and nothing waits."""
-        looking = asyncio.create_task(self._keep_looking())
-        try:
-            while (version := await self.next_version()) is not None:
-                self._waiting = None
-                self._report(f"version {version}: evaluating")
-                weights = self.snapshot(version)
-                yield version, await session.evaluate(self._out(version), weights=weights, rollout_step=version)
-                shutil.rmtree(weights)
-        finally:
-            looking.cancel()
-
-    def snapshot(self, version: int) -> Path:
-        """Where the copy of a version's weights is."""
-        return self._snapshots / f"v{version}"
-
-    def close(self) -> None:
-        """Remove the snapshots."""
-        shutil.rmtree(self._snapshots, ignore_errors=True)
-
-    async def _keep_looking(self) -> None:
-        while True:
-            self._look()
-            await asyncio.sleep(POLL_S)
-
-    def _look(self) -> None:
-        """Take snapshots of what is new; the newest one waits to be evaluated."""
-        for version in versions(self._run / "weights"):
-            source = self._run / "weights" / f"v{version}"
-            made = source.stat().st_mtime_ns if source.exists() else None
-            if version % self._every or made in (None, self._seen.get(version)):
-                continue
-            if not snapshot(source, self.snapshot(version)):
-                self._report(f"version {version}: the run removed it before it could be copied; left out")
-                continue
-            self._seen[version] = made
-            if self._is_done(version):
-                shutil.rmtree(self.snapshot(version))
-                continue
-            if self._waiting not in (None, version):
-                self._report(f"version {self._waiting}: left out, {version} is there and comes first")
-                shutil.rmtree(self.snapshot(self._waiting))
-            self._waiting = version
-
-    def _is_done(self, version: int) -> bool:
-        """Whether these weights have a result. One of other weights of that number is kept under another name."""
-        out = self._out(version)
-        settings = read_settings(out)
-        if settings and settings.get("weights") != {"fingerprint": fingerprint(self.snapshot(version))}:
-            older = len(list(out.parent.glob(f"{out.name}.superseded*"))) + 1
-            out.rename(out.with_name(f"{out.name}.superseded{older}"))
-        return (out / RESULT).exists()
-
-    def _out(self, version: int) -> Path:
-        return self._run / EVALUATIONS / f"v{version}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.eval import evaluate, find_target
+from megatron_dapo.cli.eval import find_target
 from megatron_dapo.config import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -29,5 +29,3 @@ def test_a_models_folder_needs_no_config(tmp_path):
 def test_an_option_that_would_not_be_read_is_refused():
     with pytest.raises(ConfigError, match=r"--model m and rollout\.urls"):
         find_target(QUICKSTART, [URLS], Path("m"))
-    with pytest.raises(ConfigError, match="--every 5: says which versions --watch takes"):
-        evaluate(QUICKSTART, every=5)

@@ -279,36 +279,12 @@ def test_check_says_where_each_value_comes_from(file, tmp_path):
     assert load_config(again) == load_config(path, ["algorithm.group_size=8", "rollout.extra_args=[--log-level, b]"])
 
 
-@pytest.mark.parametrize(("old", "new"), [("true", "refill"), ("false", "off")])
-def test_the_config_of_an_old_run_is_read(file, old, new):
-    assert load_config(file(), [f"algorithm.dynamic_sampling.enabled={old}"]).algorithm.dynamic_sampling.filter == new
-    assert load_config(file(), ["algorithm.dynamic_sampling.filter=off"]).algorithm.dynamic_sampling.filter == "off"
+def test_off_needs_no_quotes(file):
+    for path, words in ((file(), ["algorithm.dynamic_sampling.filter=off"]), (file(OFF), [])):
+        assert load_config(path, words).algorithm.dynamic_sampling.filter == "off"
 
 
-@pytest.mark.parametrize(
-    ("stored", "surplus"),
-    [("{caution: 2.0, margin: 0.0}", -2.0), ("{caution: 0, margin: 2}", 2.0), ("{caution: 0.0, margin: 0.0}", 0.0)],
-)
-def test_caution_and_margin_are_read_of_an_old_run_and_refused_elsewhere(file, stored, surplus):
-    path = file(f"algorithm: {{dynamic_sampling: {stored}}}\n")
-    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm\.dynamic_sampling\.caution: .* surplus"):
-        load_config(path)
-    with pytest.raises(ConfigError, match=r"override .*dynamic_sampling\.margin: .* surplus"):
-        load_config(file(), ["algorithm.dynamic_sampling.margin=1"])
-    path = file(f"algorithm: {{dynamic_sampling: {stored}}}\n")
-    path.with_name("ledger.jsonl").touch()
-    assert load_config(path).algorithm.dynamic_sampling.surplus == surplus
-    with pytest.raises(ConfigError, match="surplus"):
-        load_config(path, ["algorithm.dynamic_sampling.surplus=1", "algorithm.dynamic_sampling.margin=1"])
-
-
-def test_an_old_name_keeps_its_place_and_is_refused_beside_the_new_one(file):
-    path = file("algorithm: {dynamic_sampling: {enabled: false}}\n")
-    assert f"filter: 'off'  # {path}:5\n" in dump_config(*load_with_sources(path))
-    with pytest.raises(ConfigError, match=r"config.yaml:5: algorithm.dynamic_sampling.enabled is filter's old name"):
-        load_config(path, ["algorithm.dynamic_sampling.filter=drop"])
-
-
+OFF = "algorithm: {dynamic_sampling: {filter: off}}\n"
 AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
-from megatron_dapo.config import dump_config, load_config
 from tests.processes import ROOT, Running
 
 CONFIG = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
@@ -84,7 +83,6 @@ def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
         (("/nowhere/dapo.yaml",), "is not there; give a config file"),
         ((str(ROOT / "examples"),), "no config.yaml there"),
         ((CONFIG, "--model", str(ROOT / "docs")), "tools.convert_checkpoint makes one"),
-        ((CONFIG, "--watch"), "--watch takes the directory of a run"),
         ((CONFIG, "evaluation.path=nowhere.jsonl"), "evaluation.path"),
     ],
 )
@@ -104,38 +102,3 @@ def refused(monkeypatch, capfd) -> Callable[..., str]:
         return "".join(capfd.readouterr())
 
     return call
-
-
-def test_a_run_whose_versions_are_not_on_disk_is_not_watched(refused, tmp_path):
-    (tmp_path / "run").mkdir()
-    config = load_config(CONFIG, ["rollout.weight_sync=tensor"])
-    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
-    assert "rollout.weight_sync = tensor" in refused(str(tmp_path / "run"), "--watch")
-
-
-@pytest.mark.slow
-def test_versions_of_a_live_run_are_evaluated_beside_it_on_snapshots(tmp_path):
-    run = tmp_path / "run"
-    small = ("algorithm.prompts_per_step=6", "algorithm.mini_batch_responses=16", "run.rollout_steps=6")
-    training = Running(
-        "train", CONFIG, f"run.dir={run}", *small, "evaluation.limit=8", "evaluation.greedy=false",
-        "rollout.deterministic=true", log=tmp_path / "train.txt",
-    )  # fmt: skip
-    training.wait_for("held-out problems before training", 200)
-    watching = evaluate(tmp_path, "evaluation.samples=2", "--watch", "--every", "3", target=str(run))
-    watched, trained = watching.finish(400), training.finish(300)
-    assert trained.code == ExitCode.FINISHED, trained.output
-    assert watched.code == ExitCode.FINISHED, watched.output
-    assert watched.left_behind == ()
-    results = {folder.parent.name for folder in (run / "evaluations").glob("v*/result.json")}
-    assert "v6" in results, watched.output
-    assert results <= {"v0", "v3", "v6"}
-    last = json.loads((run / "evaluations" / "v6" / "result.json").read_text())
-    assert last["rollout_step"] == 6
-    assert last["ways"]["sampled"]["problems"] == 10
-    assert not (run / "evaluations" / ".snapshots").exists()
-    inside = json.loads((run / "evaluations" / "after" / "result.json").read_text())
-    assert inside["ways"]["sampled"]["problems"] == 8
-    again = evaluate(tmp_path, "evaluation.samples=2", "--watch", "--every", "3", target=str(run)).finish(100)
-    assert again.code == ExitCode.FINISHED
-    assert "no version to evaluate" in again.output
