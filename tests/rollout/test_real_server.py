@@ -25,15 +25,7 @@ from rollout.wire.client import SglangClient
 from rollout.wire.reply import MEDIA_TYPE, Reply
 from tests.rollout.fleet_kit import closing_client
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
-from tests.rollout.real_kit import (
-    SHAPES,
-    Place,
-    all_of,
-    assert_log_probs,
-    places_fixture,
-    reference,
-    requests_of,
-)
+from tests.rollout.real_kit import SHAPES, Place, all_of, assert_log_probs, places_fixture, reference, requests_of
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -135,7 +127,7 @@ def test_a_seed_decides_the_response_whatever_shares_the_batch(places: dict[str,
         for first, second in [*zip(alone, together, strict=False), *zip(together, backwards, strict=True)]:
             np.testing.assert_array_equal(first.token_ids, second.token_ids)
             np.testing.assert_array_equal(first.log_probs.view(np.int32), second.log_probs.view(np.int32))
-        others = [await place.fleet.generate(_with_seed(one, one.seed + 1)) for one in asked[:12]]
+        others = [await place.fleet.generate(replace(one, seed=one.seed + 1)) for one in asked[:12]]
         longer = [index for index in range(12) if alone[index].token_ids.size > 4]
         assert longer
         assert all(alone[index].token_ids.tolist() != others[index].token_ids.tolist() for index in longer)
@@ -175,12 +167,6 @@ def test_an_interrupted_response_is_the_same_to_the_bit_on_a_server_that_never_s
             np.testing.assert_array_equal(first.log_probs.view(np.int32), second.log_probs.view(np.int32))
 
     place.run(work())
-
-
-def _with_seed(one: GenerationRequest, seed: int) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=one.request_id, group_id=one.group_id, prompt_ids=one.prompt_ids, sampling=one.sampling, seed=seed
-    )
 
 
 @pytest.mark.parametrize("streamed", [True, False])
