@@ -57,7 +57,7 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
     stages, its own copy of a tied embedding."""
     first, last = stage == 0, stage == layout.pipeline - 1
     vocabulary = math.ceil(hf.vocab_size / layout.tensor) * hf.hidden_size
-    elements = hf.num_layers // layout.pipeline * _layer_parameters(hf, layout.tensor)
+    elements = hf.num_layers // layout.pipeline * _layer_parameters(hf, layout)
     elements += vocabulary if first else 0
     if last:
         elements += hf.hidden_size + (0 if first and hf.tied else vocabulary)
@@ -69,8 +69,13 @@ def model_parameters(hf: HFModelConfig) -> int:
     return stage_parameters(hf, LayoutConfig(), 0)
 
 
-def _layer_parameters(hf: HFModelConfig, tensor: int) -> int:
+def _layer_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
+    tensor, experts = layout.tensor, hf.experts
     hidden, queries = hf.hidden_size, hf.num_attention_heads * hf.head_dim // tensor
     fused = queries + 2 * hf.num_query_groups * hf.head_dim // tensor
     vectors = 2 * hidden + fused * hf.qkv_bias + 2 * hf.head_dim * hf.qk_norm
-    return vectors + hidden * (queries + fused) + 3 * hidden * (hf.ffn_hidden_size // tensor)
+    mlp = 3 * hidden * (hf.ffn_hidden_size // tensor)
+    if experts is not None:
+        each = 3 * hidden * (experts.ffn_hidden_size // layout.expert_tensor)
+        mlp = hidden * experts.count + each * (experts.count // layout.expert)
+    return vectors + hidden * (queries + fused) + mlp

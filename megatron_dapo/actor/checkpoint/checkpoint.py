@@ -127,7 +127,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
         assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
     optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
-    if state["layout"] == asdict(layout):
+    if asdict(LayoutConfig()) | state["layout"] == asdict(layout):  # an older one has fewer keys
         _set_random_state(loaded["rng"][dist.get_rank()])
 
 
