@@ -1,7 +1,6 @@
 """Which layouts a certificate tries: all that fit the model and the processes, and a seeded choice of them."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,8 @@ def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
         sequences, ranks = [False, True] if tensor > 1 else [False], tensor * context * data
         cuts = [(1, 1)]
         if hf.experts is not None:
-            cuts = [cut for cut in itertools.product(range(1, ranks + 1), repeat=2) if ranks % math.prod(cut) == 0]
+            sizes = range(1, ranks + 1)
+            cuts = [(expert, width) for expert in sizes for width in sizes if ranks % (expert * width) == 0]
         for virtual, sequence, (expert, expert_tensor) in itertools.product(stages, sequences, cuts):
             split = {"expert": expert, "expert_tensor": expert_tensor}
             layout = replace(plain, virtual_pipeline=virtual, sequence_parallel=sequence, **split)

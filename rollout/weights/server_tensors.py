@@ -124,9 +124,9 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
             if mixture:
                 experts = f"{prefix}mlp.experts."
                 numbers = range(config.get("num_experts") or config["num_local_experts"])
-                for fused, parts in (("w13_weight", ("gate", "up")), ("w2_weight", ("down",))):
-                    sources = tuple(f"{experts}{each}.{part}_proj.weight" for each in numbers for part in parts)
-                    yield ServerTensor(rank, experts + fused, sources, layout)
+                for joined, kinds in (("w13_weight", ["gate", "up"]), ("w2_weight", ["down"])):
+                    sources = tuple(f"{experts}{each}.{kind}_proj.weight" for each in numbers for kind in kinds)
+                    yield ServerTensor(rank, experts + joined, sources, layout)
             for fused, parts in fused_of_layer.items():
                 for kind in ("weight", "bias"):
                     sources = tuple(f"{prefix}{part}.{kind}" for part in parts)

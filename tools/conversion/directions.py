@@ -70,8 +70,9 @@ def to_megatron(
 
 def layout_for(hf: HFModelConfig, tensor: int, pipeline: int = 1) -> LayoutConfig:
     """That of so many ranks; the tensor-parallel ones split a mixture's experts by number."""
-    split = {} if hf.experts is None else {"sequence_parallel": tensor > 1, "expert": tensor}
-    return LayoutConfig(tensor=tensor, pipeline=pipeline, **split)
+    if hf.experts is None:
+        return LayoutConfig(tensor=tensor, pipeline=pipeline)
+    return LayoutConfig(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1, expert=tensor)
 
 
 def part_file(worker: int) -> str:

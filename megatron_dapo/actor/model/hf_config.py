@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.data.hub import model_hint
 
@@ -128,17 +128,14 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
             if not problems:
                 scaled = rope.get("rope_type") == "llama3"
                 experts = given if given["model_type"] == MIXTURE else None
-                return cls.model_validate(
-                    given
-                    | {**rope, "rope_scaling": rope if scaled else None, "experts": experts}
-                    | _FAMILIES[given["model_type"]]
-                )
+                made = {**rope, "rope_scaling": rope if scaled else None, "experts": experts}
+                return cls.model_validate({**given, **made, **_FAMILIES[given["model_type"]]})
         except ValidationError as error:
             problems = [_text(fault) for fault in error.errors() if fault["type"] != "default_factory_not_called"]
         raise ConfigError("\n".join(f"{shown}: {problem}" for problem in problems))
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _sizes_fit(self) -> Self:
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads % groups:
             raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
@@ -146,6 +143,11 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
             raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {hidden}, or give head_dim")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even")
+        if self.experts is not None and self.tied:
+            raise ValueError(
+                "tie_word_embeddings = True: SGLang's Qwen3-MoE has a head of its own, which nothing would set; save "
+                "the model with lm_head.weight"
+            )
         return self
 
     def inverse_frequencies(self) -> "torch.Tensor":
@@ -163,6 +165,13 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
         # 1 for wavelengths short enough to be kept, 0 for those stretched in full, linear in frequency between.
         kept = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
         return kept * plain + (1 - kept) * plain / scaling.factor
+
+
+def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
+    """`check_layout`, and raise ConfigError where experts cannot be computed as the config says."""
+    check_layout(hf, actor.layout)
+    if hf.experts is not None and actor.fp8 != "none":
+        raise ConfigError(f"actor.fp8 = {actor.fp8}: not supported for a mixture of experts; set it to none")
 
 
 def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:

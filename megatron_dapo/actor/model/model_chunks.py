@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_dapo.actor.device import DeviceChoice
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary
 from megatron_dapo.actor.packing import round_up
-from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def build_model(
 def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> TransformerConfig:
     """Megatron's config: the model, the layout, the precision, and the fusions that the device has."""
     layout = actor.layout
-    check_layout(hf, layout)
+    check_actor(hf, actor)
     cuda = device.device.type == "cuda"
     torch_dtype = getattr(torch, dtype)
     return TransformerConfig(
@@ -131,26 +131,24 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,
-        **_expert_settings(hf, actor, device),
+        **_expert_settings(hf, layout, device),
         **RECOMPUTE[actor.recompute],
     )
 
 
-def _expert_settings(hf: HFModelConfig, actor: ActorConfig, device: DeviceChoice) -> dict[str, Any]:
+def _expert_settings(hf: HFModelConfig, layout: LayoutConfig, device: DeviceChoice) -> dict[str, Any]:
     """Of a mixture of experts: no token is dropped, and nothing but the objective has a gradient."""
     experts = hf.experts
     if experts is None:
         return {}
-    if actor.fp8 != "none":
-        raise ConfigError(f"actor.fp8 = {actor.fp8}: not supported for a mixture of experts; set it to none")
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16's router calls it by name
         raise ConfigError("a mixture of experts on CUDA needs TransformerEngine, which is not importable")
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        "expert_model_parallel_size": actor.layout.expert,
-        "expert_tensor_parallel_size": actor.layout.expert_tensor,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
         # A softmax over the chosen experts alone is one over all of them, normalised afterwards.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",

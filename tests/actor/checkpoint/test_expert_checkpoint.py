@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.config.actor_config import OffloadConfig
 from tests.actor.checkpoint.test_checkpoint import loading, saving, size
 from tests.actor.checkpoint.test_checkpoint_background import saving_beside
 from tests.actor.checkpoint.test_optimizer_state import stored
@@ -15,6 +16,9 @@ from tests.actor.tiny import MIXTURE, save_tiny
 
 EXPERT = {"data": 2, "expert": 2}
 TENSOR_EXPERT = {"tensor": 2, "sequence_parallel": True, "expert": 2}
+
+
+OFFLOADED = {"actor": {"offload": OffloadConfig(between_phases="all")}}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def data(model) -> Columns:
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [(EXPERT, {"dtype": "bfloat16"}), (TENSOR_EXPERT, {}), ({}, {"optimizer": {"distributed": False}})],
+    [(EXPERT, {"dtype": "bfloat16"} | OFFLOADED), (TENSOR_EXPERT, {}), ({}, {"optimizer": {"distributed": False}})],
     ids=str,
 )
 def test_a_resume_is_bit_equal_whatever_training_changes_meanwhile(gloo, layout, options, model, data, tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor, check_layout
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from tests.actor.tiny import LLAMA3_ROPE
 
@@ -37,6 +37,7 @@ EXPERTS = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "tie_word_embeddings": False,
 }
 
 
@@ -119,6 +120,7 @@ def test_experts_under_both_names_of_their_number(load):
         ({"moe_intermediate_size": "x"}, ["json: moe_intermediate_size = 'x'"]),
         ({"num_experts_per_tok": 9}, ["num_experts_per_tok = 9", "num_experts = 8"]),
         ({"num_experts_per_tok": 1}, ["num_experts_per_tok = 1", "norm_topk_prob"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings = True", "SGLang", "lm_head.weight"]),
         ({"model_type": "qwen2_moe"}, ["model_type", "'qwen2_moe'"]),
     ],
     ids=str,
@@ -168,6 +170,13 @@ def test_a_layout_must_divide_the_model(load):
 def test_a_layout_must_divide_the_experts(load, layout, words):
     with pytest.raises(ConfigError, match=words):
         check_layout(load(**EXPERTS), LayoutConfig(**layout))
+
+
+def test_experts_in_fp8_are_refused(load):
+    check_actor(load(**EXPERTS), ActorConfig())
+    check_actor(load(), ActorConfig(fp8="hybrid"))
+    with pytest.raises(ConfigError, match=r"actor.fp8 = hybrid: .*set it to none"):
+        check_actor(load(**EXPERTS), ActorConfig(fp8="hybrid"))
 
 
 def test_the_dense_size_of_a_model_of_experts_means_nothing(load):
