@@ -111,7 +111,7 @@ def _by_checkpoint_key(optimizer: Any) -> dict[str, torch.Tensor]:
     return {
         f"{shard.key} {numbers.findall(key)}": shard.data.detach()
         for key, shard in shards.items()
-        if not key.endswith("_extra_state")
+        if "_extra_state" not in key
     }
 
 
