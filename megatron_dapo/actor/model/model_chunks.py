@@ -164,7 +164,7 @@ def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | Non
     )
     if config.num_moe_experts is not None:
         # In a checkpoint the norm before experts has its own name, as TransformerEngine's layers do not fuse it.
-        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
