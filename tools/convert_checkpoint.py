@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankError, RankPool
 from tools.arguments import positive, positive_count
@@ -87,12 +86,13 @@ def convert(options: argparse.Namespace, pool: RankPool) -> "torch.dtype":
     """The conversion; the type of the weights written."""
     import torch
 
-    from tools.conversion.directions import actor_folder, base_of, to_hf, to_megatron
+    from tools.conversion.directions import actor_folder, base_of, layout_for, to_hf, to_megatron
 
     there = options.command == "to-megatron"
     if options.verify:  # before the hours of a conversion
         config = options.source if there else options.base or base_of(actor_folder(options.source))
-        check_layout(HFModelConfig.load(config), _layout(options))
+        hf = HFModelConfig.load(config)
+        check_layout(hf, layout_for(hf, options.tensor, options.pipeline))
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
     common = {"dtype": dtype, "workers": options.processes, "pool": pool}
     if there:
@@ -103,18 +103,15 @@ def convert(options: argparse.Namespace, pool: RankPool) -> "torch.dtype":
 
 def verify(options: argparse.Namespace, pool: RankPool, written: "torch.dtype") -> None:
     """The comparison of --verify."""
-    from tools.conversion.directions import actor_folder
+    from tools.conversion.directions import actor_folder, layout_for
     from tools.conversion.verify import verify_logits, verify_tensors
 
     folder, checkpoint = options.source, options.target
     if options.command == "to-hf":
         folder, checkpoint = options.target, actor_folder(options.source)
     verify_tensors(folder, checkpoint, dtype=written, workers=options.processes, pool=pool)
-    verify_logits(folder, checkpoint, layout=_layout(options), pool=pool, dtype=written)
-
-
-def _layout(options: argparse.Namespace) -> LayoutConfig:
-    return LayoutConfig(tensor=options.tensor, pipeline=options.pipeline)
+    layout = layout_for(HFModelConfig.load(folder), options.tensor, options.pipeline)
+    verify_logits(folder, checkpoint, layout=layout, pool=pool, dtype=written)
 
 
 def import_megatron() -> None:

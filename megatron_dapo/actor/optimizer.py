@@ -12,6 +12,7 @@ nothing: its part of a weight, a range of flat numbers, is at most three rectang
 rows, begin of a row), each a shard of its own. What is stored is the same tensors under the same names.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,9 +40,10 @@ from megatron_dapo.config.actor_config import OptimizerConfig
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
 
-GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What tells parameter groups apart. Megatron's `param_group_identifier_keys` also hold in 0.19 what a resumed run may
-set anew, such as the learning rate's bounds, and keys that a group may lack."""
+GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What tells parameter groups apart, but for expert parallelism, which is of the layout: a group of experts has the
+values of the dense one. Megatron's `param_group_identifier_keys` also hold in 0.19 what a resumed run may set anew,
+such as the learning rate's bounds, and keys that a group may lack."""
 
 
 class ActorOptimizer:
@@ -77,7 +79,8 @@ class ActorOptimizer:
         self.megatron = get_megatron_optimizer(
             megatron_config, self.chunks, config_overrides={no_decay: {"wd_mult": 0.0}}, use_gloo_process_groups=False
         )
-        (self._inner,) = self.megatron.chained_optimizers
+        # With expert parallelism two: the experts' gradients are summed over other ranks than the dense ones.
+        self._inner = self.megatron.chained_optimizers
         self.memory = DeviceMemory(self.chunks, self.megatron)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -124,17 +127,19 @@ class ActorOptimizer:
                 )
             self.scheduler.step(1)
             if self.config.clip_norm > 0:
-                clip_grad_by_total_norm_fp32(self.megatron.get_parameters(), self.config.clip_norm, grad_norm)
+                parameters = [one for inner in self._inner for one in inner.get_parameters()]
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_norm, grad_norm)
             self.megatron.step_with_ready_grads()
         return grad_norm, self.scheduler.get_lr({})
 
     def reset(self) -> None:
         """AdamW's moments and their step count as before the first step. Weights and learning rate stay."""
-        for group in self._inner.optimizer.param_groups:
-            group["step"] = 0
-        for state in self._inner.optimizer.state.values():
-            for name in NAMES[1:]:
-                state[name].zero_()
+        for inner in self._inner:
+            for group in inner.optimizer.param_groups:
+                group["step"] = 0
+            for state in inner.optimizer.state.values():
+                for name in NAMES[1:]:
+                    state[name].zero_()
 
     def sharded_state(self, model_state: dict[str, Any], metadata: dict[str, Any], *, loading: bool) -> dict[str, Any]:
         """What `dist_checkpointing` saves, or with `loading` what it fills; then `load_state` takes it.
@@ -143,17 +148,20 @@ class ActorOptimizer:
             model_state: the model's sharded state dict, of the same parameters.
             metadata: the one that made `model_state`.
         """
-        inner = self._inner
-        # Zeros before the first step: a checkpoint holds the same entries at any time.
-        inner.init_state_fn(inner.optimizer, inner.config)
+        for inner in self._inner:
+            # Zeros before the first step: a checkpoint holds the same entries at any time.
+            inner.init_state_fn(inner.optimizer, inner.config)
+        dense = self._inner[0]
         if not self.config.distributed:
-            return inner.sharded_state_dict(model_state, loading, metadata)
+            return dense.sharded_state_dict(model_state, loading, metadata)
         places, _ = extract_sharded_tensors_and_factories(model_state)
         place_of = {place.data: place for place in nested_values(places)}
-        return inner.state_dict() | {
+        own_ranges = itertools.chain.from_iterable(map(_own_ranges, self._inner))
+        # The experts' groups hold what the dense ones do.
+        return dense.state_dict() | {
             "param_state": {
                 number: {name: dict(enumerate(_pieces(place_of[parameter], name, begin, own[name]))) for name in NAMES}
-                for number, (parameter, begin, own) in enumerate(_own_ranges(inner))
+                for number, (parameter, begin, own) in enumerate(own_ranges)
             }
         }
 
@@ -171,11 +179,13 @@ class ActorOptimizer:
         for group in stored:
             group.update(configured)
         if self.config.distributed:
+            for group in stored:
+                for key in ("params", "is_expert_parallel"):
+                    group.pop(key, None)
             by_identity = {_identity(group): group for group in stored}
-            own = self._inner.optimizer.param_groups
-            assert len(by_identity) == len(own), "two parameter groups that GROUP_KEYS do not tell apart"
-            for group in own:
-                group.update({key: value for key, value in by_identity[_identity(group)].items() if key != "params"})
+            assert len(by_identity) == len(stored), "two parameter groups that GROUP_KEYS do not tell apart"
+            for group in (group for inner in self._inner for group in inner.optimizer.param_groups):
+                group.update(by_identity[_identity(group)])
         else:
             self.megatron.load_state_dict(state)
         self.scheduler.step(optimizer_steps - self.scheduler.num_steps)

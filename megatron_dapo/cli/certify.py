@@ -48,11 +48,11 @@ def certify(
 ) -> bool:
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
     loaded = config_of(config, overrides or [])
-    from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+    from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
     from megatron_dapo.diagnostics.certificate import measure_layouts
     from megatron_dapo.diagnostics.certificate_layouts import label
 
-    check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
+    check_actor(HFModelConfig.load(Path(loaded.model.path)), loaded.actor)
     here, processes = _on_this_machine(loaded, processes, dtype)
     loss, gradient = BOUNDS[here.model.dtype]
     loss, gradient = loss if loss_bound is None else loss_bound, gradient if gradient_bound is None else gradient_bound

@@ -28,6 +28,13 @@ class LayoutConfig:
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks too; needs `tensor` > 1."""
 
+    expert: PositiveInt = 1
+    """Expert-parallel size (EP): the experts of a layer are split over this many of a stage's tensor-, context- and
+    data-parallel ranks."""
+
+    expert_tensor: PositiveInt = 1
+    """Tensor-parallel size of each expert (ETP); with `expert` = 1 it is `tensor`."""
+
     @property
     def world_size(self) -> int:
         """Number of trainer processes."""

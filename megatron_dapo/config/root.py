@@ -136,6 +136,11 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
     if layout.virtual_pipeline is not None and layout.pipeline == 1:
         yield f"actor.layout.virtual_pipeline = {layout.virtual_pipeline}: needs layout.pipeline > 1"
+    ranks, split = layout.world_size // layout.pipeline, layout.expert * layout.expert_tensor
+    if ranks % split:
+        yield f"actor.layout.expert x expert_tensor = {split}: must divide tensor x context x data = {ranks}"
+    if layout.expert > 1 and not config.actor.optimizer.distributed:
+        yield f"actor.layout.expert = {layout.expert}: needs actor.optimizer.distributed=true; set that, or expert to 1"
     fp8 = config.actor.fp8
     if fp8 != "none" and config.actor.device == "cpu":
         yield f"actor.fp8 = {fp8}: needs CUDA, but actor.device is cpu; set actor.fp8 to none"

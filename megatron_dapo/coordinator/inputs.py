@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
@@ -35,7 +35,7 @@ def read_inputs(config: Config) -> Inputs:
     for file in (*training_files(config.data), *heldout_files(config.data, config.evaluation)):
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     model = HFModelConfig.load(Path(config.model.path))
-    check_layout(model, config.actor.layout)
+    check_actor(model, config.actor)
     if config.model.context_length > model.max_position_embeddings:
         raise ConfigError(
             f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "

@@ -20,8 +20,14 @@ def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
         if plain.world_size > processes:
             continue
         stages = [None, *(range(2, hf.num_layers // pipeline + 1) if pipeline > 1 else ())]
-        for virtual, sequence in itertools.product(stages, [False, True] if tensor > 1 else [False]):
-            layout = replace(plain, virtual_pipeline=virtual, sequence_parallel=sequence)
+        sequences, ranks = [False, True] if tensor > 1 else [False], tensor * context * data
+        cuts = [(1, 1)]
+        if hf.experts is not None:
+            sizes = range(1, ranks + 1)
+            cuts = [(expert, width) for expert in sizes for width in sizes if ranks % (expert * width) == 0]
+        for virtual, sequence, (expert, expert_tensor) in itertools.product(stages, sequences, cuts):
+            split = {"expert": expert, "expert_tensor": expert_tensor}
+            layout = replace(plain, virtual_pipeline=virtual, sequence_parallel=sequence, **split)
             with suppress(ConfigError):
                 check_layout(hf, layout)
                 fitting.append(layout)
@@ -51,7 +57,7 @@ def choose_layouts(
 
 
 def kinds(layout: LayoutConfig) -> dict[str, int]:
-    """The kinds of parallelism in a layout, of TP, SP, PP, VPP, CP, DP, with their sizes."""
+    """The kinds of parallelism in a layout, of TP, SP, PP, VPP, CP, DP, EP, ETP, with their sizes."""
     sizes = {
         "TP": layout.tensor,
         "SP": layout.tensor if layout.sequence_parallel else 1,
@@ -59,6 +65,8 @@ def kinds(layout: LayoutConfig) -> dict[str, int]:
         "VPP": layout.virtual_pipeline or 1,
         "CP": layout.context,
         "DP": layout.data,
+        "EP": layout.expert,
+        "ETP": layout.expert_tensor,
     }
     return {kind: size for kind, size in sizes.items() if size > 1}
 

@@ -41,7 +41,11 @@ def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int)
     """State of any rank of pipeline stage `stage`."""
     layout = actor.layout
     held = stage_parameters(hf, layout, stage)
-    owned = math.ceil(held / (layout.data * layout.context)) if actor.optimizer.distributed else held
+    owned = held
+    if actor.optimizer.distributed:
+        experts = 0 if layout.expert == 1 else hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
+        replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
+        owned = math.ceil((held - experts) / (layout.data * layout.context) + experts / replicas)
     # Weights that are float32 already are their own master weights.
     masters = owned if dtype != "float32" else 0
     return StateBytes(
@@ -57,7 +61,7 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
     stages, its own copy of a tied embedding."""
     first, last = stage == 0, stage == layout.pipeline - 1
     vocabulary = math.ceil(hf.vocab_size / layout.tensor) * hf.hidden_size
-    elements = hf.num_layers // layout.pipeline * _layer_parameters(hf, layout.tensor)
+    elements = hf.num_layers // layout.pipeline * _layer_parameters(hf, layout)
     elements += vocabulary if first else 0
     if last:
         elements += hf.hidden_size + (0 if first and hf.tied else vocabulary)
@@ -69,8 +73,19 @@ def model_parameters(hf: HFModelConfig) -> int:
     return stage_parameters(hf, LayoutConfig(), 0)
 
 
-def _layer_parameters(hf: HFModelConfig, tensor: int) -> int:
+def _layer_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
+    tensor = layout.tensor
     hidden, queries = hf.hidden_size, hf.num_attention_heads * hf.head_dim // tensor
     fused = queries + 2 * hf.num_query_groups * hf.head_dim // tensor
     vectors = 2 * hidden + fused * hf.qkv_bias + 2 * hf.head_dim * hf.qk_norm
-    return vectors + hidden * (queries + fused) + 3 * hidden * (hf.ffn_hidden_size // tensor)
+    mlp = 3 * hidden * (hf.ffn_hidden_size // tensor)
+    if hf.experts is not None:
+        mlp = hidden * hf.experts.count + _layer_experts(hf, layout)
+    return vectors + hidden * (queries + fused) + mlp
+
+
+def _layer_experts(hf: HFModelConfig, layout: LayoutConfig) -> int:
+    experts = hf.experts
+    if experts is None:
+        return 0
+    return experts.count // layout.expert * 3 * hf.hidden_size * (experts.ffn_hidden_size // layout.expert_tensor)

@@ -33,11 +33,15 @@ def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
     """The sizes of the model in folder `path`, and where they were found.
 
     Raises:
-        ConfigError: the folder has no config.json and its name is not a built-in one, or the config is not supported.
+        ConfigError: the folder has no config.json and its name is not a built-in one, the config is not supported, or
+            it has experts.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
-        return HFModelConfig.load(folder), str(folder / "config.json")
+        hf = HFModelConfig.load(folder)
+        if hf.experts is not None:
+            raise ConfigError(f"model.path = {path}: memory and time of a mixture of experts are not planned yet")
+        return hf, str(folder / "config.json")
     if (name := folder.name.partition("@")[0]) in BUILT_IN:
         return BUILT_IN[name], f"built-in shape of {name}; {path} is not there"
     raise ConfigError(

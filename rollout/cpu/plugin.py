@@ -70,6 +70,18 @@ def head_in_full_rows(head: Callable[..., Tensor], processor: Any, hidden: Tenso
     return head(processor, _padded(hidden), *args, **kwargs)[: hidden.shape[0]]
 
 
+def experts_in_full_rows(
+    experts: Callable[..., Tensor], layer: Any, x: Tensor, topk_output: Any, config: Any
+) -> Tensor:
+    """Around `moe_forward_native`: x [T, in] gets rows of zeros so that every expert has `ROWS` rows or more."""
+    count, top_k = layer.num_experts, topk_output.topk_ids.shape[1]
+    ids = torch.arange(-(-count // top_k) * top_k, dtype=topk_output.topk_ids.dtype) % count
+    more = ids.view(-1, top_k).repeat(ROWS, 1)
+    weights = torch.cat([topk_output.topk_weights, torch.zeros_like(more, dtype=topk_output.topk_weights.dtype)])
+    filled = topk_output._replace(topk_ids=torch.cat([topk_output.topk_ids, more]), topk_weights=weights)
+    return experts(layer, pad(x, (0, 0, 0, len(more))), filled, config)[: x.shape[0]]
+
+
 def _padded(x: Tensor) -> Tensor:
     missing = ROWS - x.shape[0]
     return pad(x, (0, 0, 0, missing)) if x.dim() == 2 and missing > 0 else x
@@ -97,6 +109,7 @@ _DETERMINISTIC: Hooks = {
     f"{_LAYERS}.sampler.murmur_hash32": (murmur_hash32, "replace"),
     f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": (linear_in_full_rows, "around"),
     f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": (head_in_full_rows, "around"),
+    f"{_LAYERS}.moe.fused_moe_native.moe_forward_native": (experts_in_full_rows, "around"),
 }
 HOOKS = {CpuMode.OFF: {}, CpuMode.FAST: _FAST, CpuMode.DETERMINISTIC: _FAST | _DETERMINISTIC}
 

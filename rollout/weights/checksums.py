@@ -79,7 +79,10 @@ class ChecksumStream:
         """Those that have not come yet."""
         self._hashes: dict[tuple[ServerInfo, ServerTensor], Future[str]] = {}
         self._incomplete: dict[str, Tensor] = {}
-        """Tensors that wait for another one that they are fused with."""
+        """Tensors that wait for another one that they are fused with: at most what one fused tensor is made of, such as
+        gate and up of all experts of a layer, beside what `add` is given."""
+        self._copied: dict[str, Tensor] = {}
+        """Those of them that have memory of their own."""
         self._pool = ThreadPoolExecutor(_HASH_THREADS)
 
     def __enter__(self) -> Self:
@@ -103,7 +106,11 @@ class ChecksumStream:
     def flush(self) -> None:
         """Returns when every tensor that was given has been read."""
         wait(self._hashes.values())
-        self._incomplete = {name: tensor.clone() for name, tensor in self._incomplete.items()}
+        copied = self._copied
+        self._copied = {
+            name: copied[name] if name in copied else each.clone() for name, each in self._incomplete.items()
+        }
+        self._incomplete = dict(self._copied)
 
     def finish(self) -> dict[ServerInfo, Checksums]:
         """Of each kind, once all tensors were given.

@@ -1,7 +1,8 @@
 """The tensors of an SGLang server, rank by rank, made from a model's Hugging Face tensors.
 
 SGLang fuses and shards what it loads: q, k and v become `qkv_proj`, gate and up become `gate_up_proj`, and each tensor-
-parallel rank has its shard. Known models: Llama, Qwen2, Qwen3.
+parallel rank has its shard. Of a layer's experts it makes two tensors: `w13_weight`, gate and up of each expert in
+turn, and `w2_weight`. Known models: Llama, Qwen2, Qwen3, Qwen3-MoE.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -13,18 +14,17 @@ from torch import Tensor
 
 from rollout.wire.client import ServerInfo
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MIXTURE = "Qwen3MoeForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", MIXTURE)
 
 _VOCABULARY_STEP = 64
 """The vocabulary is padded to a multiple of this that the ranks divide."""
 _CPU_INTERMEDIATE_STEP = 32
 """On a CPU the MLP is padded so that the width of each rank is a multiple of this."""
 _VOCABULARY, _BY_COLUMNS = ("embed_tokens", "lm_head"), ("o_proj", "down_proj")
-_FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_EACH = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight")
+_FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+_FUSED_MLP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+_EACH = ("self_attn.o_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight")
 _OPTIONAL = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
 """Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them."""
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +52,8 @@ class _Layout:
     def __init__(self, config: Mapping[str, Any], info: ServerInfo) -> None:
         heads, ranks = config["num_attention_heads"], info.tensor_parallel
         self.ranks, self.key_heads = ranks, config.get("num_key_value_heads") or heads
-        intermediate = config["intermediate_size"]
+        # Where it is of an expert, no layer has an MLP besides.
+        intermediate = config["moe_intermediate_size" if MIXTURE in config["architectures"] else "intermediate_size"]
         if info.device == "cpu":
             if heads % ranks or self.key_heads % ranks:
                 raise ValueError(
@@ -114,15 +115,24 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
     whole = ["model.norm.weight", "model.embed_tokens.weight"]
     if not config.get("tie_word_embeddings"):  # a tied head is the embedding itself; a copy in the file is not loaded
         whole.append("lm_head.weight")
+    mixture = architecture == MIXTURE
+    fused_of_layer = _FUSED if mixture else _FUSED | _FUSED_MLP
+    each_of_layer = (*_EACH, "mlp.gate.weight" if mixture else "mlp.down_proj.weight")
     for rank in range(layout.ranks):
         for layer in range(config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}."
-            for fused, parts in _FUSED.items():
+            if mixture:
+                experts = f"{prefix}mlp.experts."
+                numbers = range(config.get("num_experts") or config["num_local_experts"])
+                for joined, kinds in (("w13_weight", ["gate", "up"]), ("w2_weight", ["down"])):
+                    sources = tuple(f"{experts}{each}.{kind}_proj.weight" for each in numbers for kind in kinds)
+                    yield ServerTensor(rank, experts + joined, sources, layout)
+            for fused, parts in fused_of_layer.items():
                 for kind in ("weight", "bias"):
                     sources = tuple(f"{prefix}{part}.{kind}" for part in parts)
                     if kind == "weight" or sources[0] in names:
                         yield ServerTensor(rank, f"{prefix}{fused}.{kind}", sources, layout)
-            for name in (*_EACH, *(name for name in _OPTIONAL if prefix + name in names)):
+            for name in (*each_of_layer, *(name for name in _OPTIONAL if prefix + name in names)):
                 yield ServerTensor(rank, prefix + name, (prefix + name,), layout)
         for name in whole:
             yield ServerTensor(rank, name, (name,), layout)

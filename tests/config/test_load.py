@@ -146,6 +146,12 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.stages=[{from_step: 9, temprature: 1.0}]"], ["did you mean rollout.stages.0.temperature"]),
         ("", ["algorithm.dynamic_sampling.pools=[{at_least: 1.5, share: 0.1}]"], ["pools.0.at_least", "or equal to 1"]),
         ("", ["actor.layout.sequence_parallel=true"], ["sequence_parallel", "layout.tensor is 1"]),
+        ("", ["actor.layout.expert=2"], ["expert x expert_tensor = 2", "tensor x context x data = 1"]),
+        (
+            "",
+            ["actor.layout.data=2", "actor.layout.expert=2", "actor.optimizer.distributed=false"],
+            ["actor.layout.expert = 2", "actor.optimizer.distributed=true"],
+        ),
         ("", ["actor.fp8=hybrid", "actor.device=cpu"], ["actor.fp8 = hybrid", "needs CUDA", "set actor.fp8 to none"]),
         ("", ["actor.fp8=e4m3", "model.dtype=float32"], ["actor.fp8 = e4m3", "set model.dtype"]),
         ("run: {dir: y}\n", [], ["given twice"]),

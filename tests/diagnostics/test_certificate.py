@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +23,17 @@ from megatron_dapo.diagnostics.certificate import Difference, random_mini_batche
 from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts, kinds, label
 from megatron_dapo.diagnostics.local_jobs import packing
 from tests.actor.gloo import shared_pool
+from tests.actor.tiny import MIXTURE, save_tiny
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
 HF = HFModelConfig.load(ROOT / "examples" / "quickstart" / "base")
 KINDS = {"TP", "SP", "PP", "VPP", "CP", "DP"}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("moe"), MIXTURE, tied=False)
 
 
 def test_layouts_fit_the_model_and_the_processes():
@@ -44,6 +51,18 @@ def test_layouts_fit_the_model_and_the_processes():
     assert LayoutConfig(context=3) in layouts
     assert [label(layout) for layout in fitting_layouts(HF, 1)] == ["one process"]
     assert label(LayoutConfig(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2)) == "TP2+SP PP2 VPP2"
+
+
+def test_layouts_of_experts(experts):
+    """No tensor parallelism without sequence parallelism, and no split of experts alone with expert parallelism off."""
+    layouts = fitting_layouts(HFModelConfig.load(experts), 4)
+    assert len(set(layouts)) == len(layouts)
+    assert all(layout.sequence_parallel for layout in layouts if layout.tensor > 1)
+    assert all(layout.expert_tensor == layout.tensor for layout in layouts if layout.expert == 1)
+    assert {(layout.expert, layout.expert_tensor) for layout in layouts} == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
+    chosen = choose_layouts(layouts, 6, seed=0, always=LayoutConfig())
+    assert set().union(*map(kinds, chosen)) == KINDS | {"EP", "ETP"}
+    assert label(LayoutConfig(data=4, expert=2, expert_tensor=2)) == "DP4 EP2 ETP2"
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
@@ -156,6 +175,14 @@ def exit_code(*overrides: str) -> int:
     with pytest.raises(typer.Exit) as ended:
         certify(CONFIG, list(overrides), processes=2, layouts=2, responses=8, longest=64, deadline=120)
     return ended.value.exit_code
+
+
+def test_a_mixture_of_experts_is_certified(experts, capsys):
+    layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2")
+    code = exit_code(f"model.path={experts}", *layout)
+    output = capsys.readouterr().out
+    assert code == ExitCode.FINISHED, output
+    assert len([row for row in rows(output) if row.startswith("DP2 EP2 ")]) == 5
 
 
 def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys):

@@ -21,7 +21,9 @@ from tests.emulated import te_stub
 def main(model: Path, folder: Path) -> dict[str, Any]:
     te_stub.install()
     from megatron_dapo.actor.device import cpu
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
 
+    hf = HFModelConfig.load(model)
     here = {name: module for name, module in sys.modules.items() if name.startswith("transformer_engine")}
     cpu.install()
     sys.modules.update(here)  # what a CPU rank must not see is what this process is about
@@ -31,6 +33,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     keys = [set(optimizer.chunks[0].module.state_dict()) for optimizer in (with_te, without)]
     seen = {
         "only with": sorted(keys[0] - keys[1]),
+        "names": _same_names(hf, with_te, without),
         "stateless recipes": _stateless_recipes(),
         "workspaces": _workspaces_after_offload(with_te),
     }
@@ -73,6 +76,18 @@ def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
     return ActorOptimizer(chunks, config.optimizer, rate, overlap=False)
 
 
+def _same_names(hf: Any, *optimizers: Any) -> list[str]:
+    """Our names of parameters with the shapes that the shards of a rank have, if both sides give the same."""
+    from megatron_dapo.actor.weights.hf_weights import _named_parameters, model_shards
+
+    one, other = (
+        {name: list(parameter.shape) for name, parameter in _named_parameters(optimizer.chunks, hf)}
+        for optimizer in optimizers
+    )
+    wanted = {name: list(shards.local_shape(1)) for name, shards in model_shards(hf).items()}
+    return sorted(wanted) if one == other == wanted else []
+
+
 def _across(folder: Path, writer: Any, reader: Any) -> dict[str, Any]:
     """Save one, load it into the other: whether weights and master weights arrived."""
     from megatron_dapo.actor.checkpoint import checkpoint
@@ -91,10 +106,12 @@ def _by_checkpoint_key(optimizer: Any) -> dict[str, torch.Tensor]:
 
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     shards = optimizer.chunks[0].module.sharded_state_dict(metadata=metadata)
+    # Layer, and expert: of Megatron's sequence of them or of TransformerEngine's group.
+    numbers = re.compile(r"(?:layers[.]|local_experts[.]|weight)([0-9]+)")
     return {
-        f"{shard.key} {re.findall('layers[.]([0-9]+)', key)}": shard.data.detach()
+        f"{shard.key} {numbers.findall(key)}": shard.data.detach()
         for key, shard in shards.items()
-        if not key.endswith("_extra_state")
+        if "_extra_state" not in key
     }
 
 

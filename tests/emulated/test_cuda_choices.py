@@ -22,7 +22,7 @@ from tests.actor.mini_batches import (
     relative_error,
     start_actor,
 )
-from tests.actor.tiny import save_tiny
+from tests.actor.tiny import MIXTURE, save_tiny
 from tests.emulated.cuda_choices import cuda_choices
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-2}
@@ -40,6 +40,11 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("moe"), MIXTURE, tied=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,7 @@ CASES = [
     ("tied", {"data": 2}, {"fused_linear_log_prob": True, "offload": OffloadConfig(optimizer_state=True)}),
     ("model", {"data": 2, "tensor": 2, "sequence_parallel": True}, {}),
     ("tied", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
+    ("experts", {"data": 2, "expert": 2}, {"recompute": "full"}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -110,6 +116,8 @@ CASES = [
             ("model", {"data": 2, "pipeline": 2}, {}),
             ("tied", {"data": 2, "pipeline": 2}, NOT_DISTRIBUTED),
             ("model", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+            ("experts", {"data": 4, "expert": 2}, {}),
+            ("experts", {"data": 2, "tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 2}, {}),
         )
     ),
 ]

@@ -1,9 +1,12 @@
 """The whole loop by each way to the servers: the same run, number for number, and no file where none is needed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from tests.processes import ROOT, Running
@@ -20,10 +23,10 @@ SMALL = (
 TIMES = ("timing/", "tokens_per_second/", "weight_sync/gb_per_s", "servers/")
 
 
-def finished_run(folder: Path, transport: str) -> list[dict]:
+def finished_run(folder: Path, transport: str, *overrides: str) -> list[dict]:
     """Its metrics, without those that are times."""
     config = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
-    arguments = ("train", config, f"run.dir={folder}", f"rollout.weight_sync={transport}", *SMALL)
+    arguments = ("train", config, f"run.dir={folder}", f"rollout.weight_sync={transport}", *SMALL, *overrides)
     finished = Running(*arguments, log=folder.with_suffix(".txt")).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
@@ -42,3 +45,42 @@ def test_every_way_gives_the_same_run(tmp_path: Path) -> None:
         assert not (tmp_path / transport / "weights").exists()
         log = (tmp_path / transport / "logs" / "server0.log").read_text()
         assert log.count("init custom process group") == (transport == "distributed"), "one group for all publishes"
+
+
+def with_experts(folder: Path) -> Path:
+    """The quickstart's base with four experts a layer, each nearly its MLP, and random routers: it answers as well."""
+    base = ROOT / "examples" / "quickstart" / "base"
+    shutil.copytree(base, folder)
+    fields = json.loads((base / "config.json").read_text())
+    del fields["layer_types"]
+    fields |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": False}
+    fields |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    fields |= {"moe_intermediate_size": fields["intermediate_size"]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    random, tensors = torch.Generator().manual_seed(0), load_file(base / "model.safetensors")
+    made = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    for name, tensor in tensors.items():
+        layer, of_mlp, part = name.partition(".mlp.")
+        if not of_mlp:
+            made[name] = tensor
+            continue
+        made[f"{layer}.mlp.gate.weight"] = 0.1 * torch.randn(4, fields["hidden_size"], generator=random)
+        for number in range(4):
+            noise = 0.01 * tensor.std() * torch.randn(tensor.shape, generator=random)
+            made[f"{layer}.mlp.experts.{number}.{part}"] = tensor + noise
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_experts_on_two_ranks_learn_the_same_by_file_and_by_memory(tmp_path: Path) -> None:
+    """Every publish is verified; the engine's log-probs are the trainer's."""
+    layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2")
+    model = with_experts(tmp_path / "model")
+    by_disk, by_tensor = (
+        finished_run(tmp_path / transport, transport, f"model.path={model}", *layout)
+        for transport in ("disk", "tensor")
+    )
+    assert by_disk == by_tensor
+    assert [line["weight_version"] for line in by_disk] == [1, 2]
+    assert all(line["mismatch/mean_abs"] < 1e-6 and line["mismatch/max_abs"] < 1e-4 for line in by_disk)
+    assert all(line["accuracy/mean"] > 0 and line["grad_norm"] > 0 for line in by_disk)

@@ -13,7 +13,7 @@ from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan.rank_state import StateBytes, model_parameters, rank_state, stage_parameters
 from megatron_dapo.plan.scenario import BUILT_IN
 from tests.actor.gloo import run_ranks
-from tests.actor.tiny import save_tiny
+from tests.actor.tiny import MIXTURE, save_tiny
 
 LAYOUTS = [
     {"data": 2},
@@ -34,6 +34,28 @@ def models(tmp_path_factory) -> list[Path]:
     ]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "expert": 2},
+        {"tensor": 2, "sequence_parallel": True, "expert": 2},
+        {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2},
+        pytest.param({"data": 4, "expert": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bytes_of_experts(layout, tmp_path):
+    """Each rank owns a share of the dense weights and another of the experts."""
+    folder, sizes = save_tiny(tmp_path / "moe", MIXTURE, tied=False), LayoutConfig(**layout)
+    planned = rank_state(HFModelConfig.load(folder), ActorConfig(layout=sizes), "bfloat16", stage=0)
+    states = run_ranks(sizes.world_size, _state_of_megatron, folder, layout, "bfloat16", timeout_s=200)
+    for state in states:
+        for name in ("parameters", "gradients"):
+            assert 1 <= getattr(state, name) / getattr(planned, name) <= 1.1, name
+    masters, moments = (mean(getattr(state, name) for state in states) for name in ("master_weights", "moments"))
+    assert (planned.master_weights, planned.moments) == pytest.approx((masters, moments), abs=8)
+
+
 def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tuple[int, StateBytes]]:
     """On one rank, by model, type and optimizer: pipeline stage, and the bytes of Megatron's tensors."""
     from megatron.core import parallel_state
@@ -48,7 +70,9 @@ def held(place: RankPlace, folders: list[Path], layout: dict) -> dict[tuple, tup
     return found
 
 
-def _state_of_megatron(place: RankPlace, folder: Path, layout: dict, dtype: str, *, distributed: bool) -> StateBytes:
+def _state_of_megatron(
+    place: RankPlace, folder: Path, layout: dict, dtype: str, *, distributed: bool = True
+) -> StateBytes:
     from tests.actor.ranks import build
 
     built = build(place, folder, layout, dtype=dtype)

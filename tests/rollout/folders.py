@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 200
 CONTEXT = 512
-CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "llama": LlamaConfig,
+}
 
 
 def save_model(folder: Path, kind: str, seed: int, **changes: object) -> torch.nn.Module:
@@ -24,9 +29,11 @@ def save_model(folder: Path, kind: str, seed: int, **changes: object) -> torch.n
     }
     if kind == "qwen3":
         sizes["head_dim"] = 24  # not hidden_size / heads, as in the real ones
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
     config = CONFIGS[kind](**(sizes | changes))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = torch.randn_like(parameter)

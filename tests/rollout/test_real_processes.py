@@ -157,9 +157,9 @@ def test_a_stopped_server_is_noticed_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
 def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> None:
-    """A vocabulary of 200 is filled up to 256 rows, an MLP of 100 to two times 64."""
+    """A vocabulary of 200 is filled up to 256 rows, an MLP of 100 to two times 64, an expert of 40 to two times 32."""
     loop = asyncio.new_event_loop()
     folder = tmp_path / "model"
     model = save_model(folder, kind, seed=4, intermediate_size=100)
@@ -174,7 +174,7 @@ def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> N
         await fleet.start(START_S)
         assert listening(server) == {"127.0.0.1"}
         report = await fleet.publish(folder, 1)
-        assert list(report.servers.values()) == [{"qwen2": 62, "qwen3": 70}[kind]]
+        assert list(report.servers.values()) == [{"qwen2": 62, "qwen3": 70, "qwen3_moe": 78}[kind]]
         asked = requests_of(8, seed=10)
         assert_log_probs(model, asked, await all_of(fleet, asked))
         await fleet.close()

@@ -15,7 +15,7 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.gloo import shared_pool
-from tests.actor.tiny import FAMILIES, save_tiny
+from tests.actor.tiny import FAMILIES, MIXTURE, save_tiny
 from tools.convert_checkpoint import import_megatron, main
 
 BASE = Path(__file__).parents[2] / "examples" / "quickstart" / "base"
@@ -77,8 +77,9 @@ def copy_of(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"), [*((family, tied) for family in FAMILIES for tied in (False, True)), (MIXTURE, False)]
+)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_round_trip_is_bit_exact(tool, tmp_path, family, tied, tensor):
     """The vocabulary of 101 is padded at two ranks."""
@@ -97,6 +98,18 @@ def test_a_round_trip_is_bit_exact(tool, tmp_path, family, tied, tensor):
 def test_megatron_loads_it_at_any_layout_and_computes_what_transformers_computes(tool, tmp_path, layout):
     tool.to_megatron(BASE, tmp_path / "megatron", tensor=2)
     assert tool.verify_logits(BASE, tmp_path / "megatron", **layout) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tensor": 2, "sequence_parallel": True, "expert": 2}, {"pipeline": 2}],
+    ids=str,
+)
+def test_megatron_loads_experts_at_any_layout(tool, tmp_path, layout):
+    source = save_tiny(tmp_path / "source", MIXTURE, tied=False, vocab_size=102)
+    tool.to_megatron(source, tmp_path / "megatron", tensor=2)
+    assert tool.verify_logits(source, tmp_path / "megatron", **layout) < 1e-5
+    tool.verify_tensors(source, tmp_path / "megatron", dtype=torch.float32)
 
 
 def trained(place: RankPlace, folder: Path, layout: dict, dtype: str, checkpoint: Path, exported: Path) -> None:
@@ -118,6 +131,8 @@ def trained(place: RankPlace, folder: Path, layout: dict, dtype: str, checkpoint
         ("qwen2", False, {"tensor": 2}, "float32"),
         ("qwen3", True, {"pipeline": 2, "virtual_pipeline": 2}, "float32"),
         ("llama", False, {"data": 2}, "bfloat16"),
+        (MIXTURE, False, {"data": 2, "expert": 2}, "bfloat16"),
+        (MIXTURE, False, {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2}, "float32"),
     ],
 )
 def test_a_runs_checkpoint_gives_what_the_actor_exports(tool, pool, tmp_path, family, tied, layout, dtype):

@@ -49,12 +49,12 @@ def to_megatron(
             no room.
     """
     hf = HFModelConfig.load(source)
-    check_layout(hf, LayoutConfig(tensor=tensor))
+    check_layout(hf, layout_for(hf, tensor))
     parameters = stored_parameters(hf)
     with SafetensorsReader(source) as reader:
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
-    extra = extra_state_keys(hf)
+    extra = extra_state_keys(parameters)
     total = sum(math.prod(stored.shape(tensor)) for stored in parameters) * dtype.itemsize
     progress = Progress("convert")
     with aside(target, total) as partial:
@@ -66,6 +66,13 @@ def to_megatron(
         put_in_place(partial, target, digests | _write_small_files(partial, source, tensor))
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
+
+
+def layout_for(hf: HFModelConfig, tensor: int, pipeline: int = 1) -> LayoutConfig:
+    """That of so many ranks; the tensor-parallel ones split a mixture's experts by number."""
+    if hf.experts is None:
+        return LayoutConfig(tensor=tensor, pipeline=pipeline)
+    return LayoutConfig(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1, expert=tensor)
 
 
 def part_file(worker: int) -> str:
@@ -89,10 +96,9 @@ def write_megatron_part(
         writer.add(key, None, [None])
     with SafetensorsReader(source) as reader:
         for stored in parameters:
-            lead = () if stored.layer is None else (stored.layer,)
             for chunk in stored.chunks(ranks):
                 tensor = stored.read(chunk, reader, ranks, dtype)
-                writer.add(stored.key, lead + chunk.offset, tensor.view((1,) * len(lead) + chunk.shape))
+                writer.add(stored.key, stored.at + chunk.offset, tensor.view((1,) * stored.lead + chunk.shape))
                 counter.add(place, tensor.nbytes)
     return writer.close()
 

@@ -1,7 +1,9 @@
 """The files of a Megatron distributed checkpoint, as PyTorch's distributed checkpointing defines them, read and written
 chunk by chunk without a process group: any process reads any part, and each worker writes a file of its own."""
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -33,6 +35,8 @@ class CheckpointReader:
         self.folder = Path(folder)
         self._storage = FileSystemReader(self.folder)
         self.metadata: Metadata = read_index(self.folder)
+        self._held: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        """Of a tensor the chunks by layer and expert."""
         self._storage.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def dtype(self, stored: Stored) -> torch.dtype:
@@ -44,13 +48,14 @@ class CheckpointReader:
         where, found = f"{self.folder / INDEX_FILE}: tensor {stored.key}", tuple(entry.size)
         expected = stored.global_shape(1)
         # Rows behind the vocabulary only pad it.
-        padded = stored.layer is None and found[1:] == expected[1:] and found[0] >= expected[0] and stored.shards.split
+        padded = not stored.at and found[1:] == expected[1:] and found[0] >= expected[0] and stored.shards.split
         if found != expected and not padded:
             raise WeightsError(f"{where} has shape {list(found)}, the model of config.json needs {list(expected)}")
         lead, wanted = stored.lead, math.prod(self._shape(stored))
         held = sum(math.prod(chunk.sizes[lead:]) for chunk in self._chunks(stored))
         if held != wanted:
-            layer = f", layer {stored.layer}," if lead else ""
+            names = (f", {kind} {at}" for kind, at in zip(("layer", "expert"), stored.at, strict=False))
+            layer = "".join((*names, ",")) if lead else ""
             raise WeightsError(f"{where}{layer} is not whole: {held} of {wanted} numbers")
 
     def read(self, stored: Stored) -> Tensor:
@@ -61,8 +66,7 @@ class CheckpointReader:
             with (self.folder / place.relative_path).open("rb") as stream:
                 slice_of_file = self._storage._slice_file(stream, place)
                 part = torch.load(slice_of_file, map_location="cpu", weights_only=True)
-            if stored.layer is not None:
-                part = part[stored.layer - chunk.offsets[0]]
+            part = part[tuple(at - offset for at, offset in zip(stored.at, chunk.offsets, strict=False))]
             if part.shape == whole.shape:
                 return part
             ends = zip(chunk.offsets[stored.lead :], part.shape, strict=True)
@@ -83,8 +87,13 @@ class CheckpointReader:
 
     def _chunks(self, stored: Stored) -> list[ChunkStorageMetadata]:
         """Those that hold a part of the parameter."""
-        chunks, layer = self._entry(stored).chunks, stored.layer
-        return [one for one in chunks if layer is None or 0 <= layer - one.offsets[0] < one.sizes[0]]
+        if stored.key not in self._held:
+            held = self._held[stored.key] = defaultdict(list)
+            for chunk in self._entry(stored).chunks:
+                ends = zip(chunk.offsets[: stored.lead], chunk.sizes, strict=False)
+                for at in itertools.product(*(range(begin, begin + size) for begin, size in ends)):
+                    held[at].append(chunk)
+        return self._held[stored.key][stored.at]
 
 
 class PartWriter:
@@ -144,11 +153,10 @@ def write_metadata(
     """`.metadata`: what the checkpoint holds, and where `results` say that it stands."""
     entries: dict[str, Any] = {}
     for stored in parameters:
-        lead = () if stored.layer is None else (stored.layer,)
         new = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(stored.global_shape(ranks)), [])
         for chunk in stored.chunks(ranks):
-            sizes = torch.Size((1,) * len(lead) + chunk.shape)
-            place = ChunkStorageMetadata(offsets=torch.Size(lead + chunk.offset), sizes=sizes)
+            sizes = torch.Size((1,) * stored.lead + chunk.shape)
+            place = ChunkStorageMetadata(offsets=torch.Size(stored.at + chunk.offset), sizes=sizes)
             entries.setdefault(stored.key, new).chunks.append(place)
     entries |= {key: BytesStorageMetadata() for key in extra}
     writer = FileSystemWriter(folder)

@@ -1,11 +1,12 @@
 """Where a parameter stands in a Megatron distributed checkpoint.
 
 Such a checkpoint holds whole tensors in chunks. The layers' tensors of one kind are one tensor with the layer as its
-first dimension, so no pipeline split shows. The gated MLP's first matrix is the whole gate, then the whole up
-projection, unlike on a rank, where each rank's two parts lie together.
+first dimension, and of experts the expert as its second, so no split of either shows. The gated MLP's first matrix is
+the whole gate, then the whole up projection, unlike on a rank, where each rank's two parts lie together.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,16 @@ from megatron_dapo.actor.weights.hf_weights import FUSED_NORMS, LAYER_NAME, mode
 from megatron_dapo.actor.weights.shards import Shards
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Megatron stores an extra state of each of these in each layer (nothing, but a load asks for it)."""
+"""Megatron stores an extra state of each of these in each layer (nothing, but a load asks for it); of experts each."""
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+_NORM_BEFORE_EXPERTS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+"""Fused into the linear after it only before a dense MLP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A part that is written as one. Offset and shape are within the parameter, without the layers' dimension."""
+    """A part that is written as one. Offset and shape are within the parameter, without the dimensions before it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -44,19 +49,26 @@ class Stored:
     key: str
     """Of the tensor in the checkpoint."""
 
-    layer: int | None
-    """Its place in the tensor's first dimension; None: it is the tensor."""
+    at: tuple[int, ...]
+    """Its place in the tensor's first dimensions: layer, or layer and expert; empty: it is the tensor."""
 
-    layers: int
+    of: tuple[int, ...]
+    """The sizes of those: numbers of layers and experts."""
+
     shards: Shards
 
     @property
     def lead(self) -> int:
         """Dimensions of that tensor before the parameter's own."""
-        return 0 if self.layer is None else 1
+        return len(self.at)
+
+    def cuts(self, ranks: int) -> int:
+        """Of `ranks` tensor-parallel ranks those that it is cut for: an expert is stored whole."""
+        return ranks if self.shards.expert is None else 1
 
     def shape(self, ranks: int) -> tuple[int, ...]:
         """Of the parameter in the checkpoint; the vocabulary is padded to a multiple of `ranks`."""
+        ranks = self.cuts(ranks)
         whole = list(self.shards.local_shape(1))
         if self.shards.dim is not None:
             whole[self.shards.dim] = self.shards.local_shape(ranks)[self.shards.dim] * ranks
@@ -64,7 +76,7 @@ class Stored:
 
     def global_shape(self, ranks: int) -> tuple[int, ...]:
         """Of the tensor that it is in."""
-        return self.shape(ranks) if self.layer is None else (self.layers, *self.shape(ranks))
+        return (*self.of, *self.shape(ranks))
 
     @property
     def elements(self) -> int:
@@ -72,7 +84,7 @@ class Stored:
 
     def chunks(self, ranks: int) -> Iterator[Chunk]:
         """What `ranks` tensor-parallel ranks write."""
-        shards, zeros = self.shards, (0,) * len(self.shape(1))
+        shards, zeros, ranks = self.shards, (0,) * len(self.shape(1)), self.cuts(ranks)
         if len(shards.shapes) > 1 and shards.groups is None:
             for number, (half, (whole, *columns)) in enumerate(shards.shapes.items()):
                 rows = whole // ranks
@@ -94,7 +106,7 @@ class Stored:
         (part, name, start, stop), *others = self.shards.blocks(shard, chunk.rank, ranks)
         if not others and part.numel() == shard.numel():  # what is read need not be copied once more
             return in_dtype(source.read(name, self.shards.dim or 0, start, stop), dtype)
-        self.shards.load(shard, source.read, chunk.rank, ranks)
+        self.shards.load(shard, source.read, chunk.rank, self.cuts(ranks))
         return shard
 
     def full(self, whole: Tensor) -> dict[str, Tensor]:
@@ -104,34 +116,40 @@ class Stored:
         return {name: part.reshape(shapes[name]) for part, name, _, _ in self.shards.blocks(whole, 0, 1)}
 
 
-def checkpoint_name(name: str) -> tuple[str, int | None]:
-    """(key in a Megatron distributed checkpoint, layer or None) of a parameter of `model_shards`.
+def checkpoint_name(name: str) -> tuple[str, tuple[int, ...]]:
+    """(key in a Megatron distributed checkpoint, layer or layer and expert) of a parameter of `model_shards`.
 
     There the layers of one kind are one tensor, layer by layer, and norms have the names of TransformerEngine's spec.
     """
     in_layer = LAYER_NAME.fullmatch(name)
     if not in_layer:
-        return name, None
+        return name, ()
     prefix, layer, rest = in_layer.groups()
-    return prefix + {local: fused for fused, local in FUSED_NORMS.items()}.get(rest, rest), int(layer)
+    if of_expert := _EXPERT.fullmatch(rest):
+        return f"{prefix}mlp.experts.experts.{of_expert[2]}", (int(layer), int(of_expert[1]))
+    return prefix + {local: fused for fused, local in FUSED_NORMS.items()}.get(rest, rest), (int(layer),)
 
 
 def stored_parameters(hf: HFModelConfig) -> list[Stored]:
     """Every parameter in the model's order."""
-    stored = []
+    sizes, stored = (hf.num_layers, 0 if hf.experts is None else hf.experts.count), []
     for name, shards in model_shards(hf).items():
-        key, layer = checkpoint_name(name)
-        stored.append(Stored(name=name, key=key, layer=layer, layers=hf.num_layers, shards=shards))
+        key, at = checkpoint_name(name)
+        if hf.experts is not None:
+            key = key.replace(*_NORM_BEFORE_EXPERTS)
+        stored.append(Stored(name=name, key=key, at=at, of=sizes[: len(at)], shards=shards))
     return stored
 
 
-def extra_state_keys(hf: HFModelConfig) -> list[str]:
+def extra_state_keys(parameters: Sequence[Stored]) -> list[str]:
     """Keys of the entries that hold nothing."""
-    return [
-        f"decoder.layers.{linear}._extra_state/shard_{layer}_{hf.num_layers}"
-        for layer in range(hf.num_layers)
-        for linear in LINEARS
-    ]
+    keys = []
+    for stored in parameters:
+        linear = stored.key.removeprefix("decoder.layers.").replace(".experts.experts", "").removesuffix(".weight")
+        if linear in LINEARS:
+            places = "_".join(".".join(map(str, each)) for each in (stored.at, stored.of))
+            keys.append(f"{stored.key.removesuffix('weight')}_extra_state/shard_{places}")
+    return keys
 
 
 def share(parameters: Sequence[Stored], workers: int) -> list[list[Stored]]:

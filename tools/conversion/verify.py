@@ -100,7 +100,7 @@ def verify_logits(
     pieces = [part for part in parts if part]
     differences = []
     for index, reference in enumerate(expected):
-        got = torch.cat([piece[index] for piece in pieces], dim=1)[:, : reference.shape[1]]
+        got = torch.cat([piece[index] for piece in pieces], dim=1)[: reference.shape[0], : reference.shape[1]]
         differences.append(float((got - reference).abs().max() / reference.abs().max()))
     worst = max(differences)
     if not all(difference <= LOGIT_TOLERANCE for difference in differences):  # which a NaN is not
@@ -137,7 +137,8 @@ def megatron_logits(
     sequences: list[list[int]],
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """[tokens, vocabulary / TP] logits of each sequence on the last pipeline stage, by Megatron; elsewhere nothing."""
+    """[tokens, vocabulary / TP] logits of each sequence, and of padding behind it, on the last pipeline stage, by
+    Megatron; elsewhere nothing."""
     device = prepare("cpu")
     process_groups.initialise(
         layout,
@@ -148,6 +149,8 @@ def megatron_logits(
         timeout_s=DEADLINE_S,
         seed=0,
     )
+    cut = layout.tensor if layout.sequence_parallel else 1  # into equal parts
+    padded = [sequence + [0] * (-len(sequence) % cut) for sequence in sequences]
     [chunk] = build_model(HFModelConfig.load(folder), ActorConfig(layout=layout), "float32", device)
     load_model(chunk, checkpoint)
     _round(chunk, dtype)
@@ -160,10 +163,10 @@ def megatron_logits(
     with torch.no_grad():
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([torch.tensor([sequence]) for sequence in sequences]),
+            data_iterator=iter([torch.tensor([sequence]) for sequence in padded]),
             model=chunk,
-            num_microbatches=len(sequences),
-            seq_length=max(map(len, sequences)),
+            num_microbatches=len(padded),
+            seq_length=max(map(len, padded)),
             micro_batch_size=1,
             forward_only=True,
             collect_non_loss_data=True,

@@ -40,8 +40,9 @@ MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
 
 EXTRA_STATE = "_extra_state"
-"""Entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with any FP8 recipe of
-`actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without TransformerEngine."""
+"""In the names of entries that TransformerEngine's layers have besides Megatron's local ones. They hold nothing with
+any FP8 recipe of `actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without
+TransformerEngine."""
 
 
 def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, background: bool) -> "PendingSave":
@@ -127,7 +128,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
         assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
     optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
-    if state["layout"] == asdict(layout):
+    if asdict(LayoutConfig()) | state["layout"] == asdict(layout):  # an older one has fewer keys
         _set_random_state(loaded["rng"][dist.get_rank()])
 
 
@@ -186,7 +187,7 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
     if loading:
         state = {
-            name: {key: shard for key, shard in shards.items() if not key.endswith(EXTRA_STATE)}
+            name: {key: shard for key, shard in shards.items() if EXTRA_STATE not in key}
             for name, shards in state.items()
         }
     model_state = state["model"] if "model" in state else dict(state)

@@ -68,6 +68,8 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
             vars(module)["torch"] = self.stand_in
         if module.__name__ == RNG_MODULE:
             vars(module).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
+        elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
+            vars(module).setdefault("te_general_gemm", None)  # 0.16 names it also where it could not import it
         elif module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()  # torch.compile would call a C++ compiler for each small function
 
@@ -89,6 +91,9 @@ class _NoStream:
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
+
+    def record_event(self, *args: Any) -> "_NoStream":
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _nothing
@@ -119,7 +124,7 @@ def _stand_in_for_torch() -> ModuleType:
             "Event": _NoStream,
         },
     )
-    distributed = _Stand(torch.distributed, _sends_that_are_kept())
+    distributed = _Stand(torch.distributed, _collectives())
     return _Stand(
         torch, {"cuda": cuda, "distributed": distributed, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}}
     )
@@ -129,8 +134,9 @@ KEPT_SENDS = 16
 """More than a pipeline rank has under way at once."""
 
 
-def _sends_that_are_kept() -> dict[str, Any]:
-    """Single point-to-point calls whose handle and tensor's memory live on for a while.
+def _collectives() -> dict[str, Any]:
+    """All-to-all with sizes as tensors, gather and scatter of unequal parts, which gloo lacks, and single
+    point-to-point calls whose handle and tensor's memory live on for a while.
 
     Overlapped schedules drop both as soon as the next stage is computed, and take the memory out of a tensor that was
     sent. CUDA streams keep it; gloo's own thread would still read it, and was seen to crash.
@@ -151,7 +157,38 @@ def _sends_that_are_kept() -> dict[str, Any]:
         # A batch of operations accepts torch's own functions only, and waits for all of them.
         return torch.distributed.P2POp(getattr(op, "__wrapped__", op), *args, **kwargs)
 
-    return {"isend": keeping(torch.distributed.isend), "irecv": keeping(torch.distributed.irecv), "P2POp": operation}
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        # Megatron turns a dispatcher's sizes into lists only as it copies them from CUDA.
+        sizes = ("output_split_sizes", "input_split_sizes")
+        lists = {key: kwargs[key].tolist() for key in sizes if isinstance(kwargs.get(key), torch.Tensor)}
+        return torch.distributed.all_to_all_single(*args, **kwargs | lists)
+
+    def all_gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        if len({each.shape for each in parts}) == 1:
+            return torch.distributed.all_gather(parts, part, group, **options)
+        parts[torch.distributed.get_rank(group)].copy_(part)
+        for rank, each in enumerate(parts):
+            torch.distributed.broadcast(each, group=group, group_src=rank)
+        return None
+
+    def reduce_scatter(total: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+        if len({each.shape for each in parts}) == 1:
+            return torch.distributed.reduce_scatter(total, parts, group=group, **options)
+        for rank, each in enumerate(parts):
+            summed = each.clone()
+            torch.distributed.reduce(summed, group=group, group_dst=rank)
+            if rank == torch.distributed.get_rank(group):
+                total.copy_(summed)
+        return None
+
+    return {
+        "isend": keeping(torch.distributed.isend),
+        "irecv": keeping(torch.distributed.irecv),
+        "P2POp": operation,
+        "all_to_all_single": all_to_all_single,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+    }
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -28,7 +28,8 @@ def initialise(
 ) -> None:
     """Join `world_size` ranks at `rendezvous` ("tcp://address:port" or "file://path") and split them by `layout`.
 
-    Ranks are ordered tensor, context, data, pipeline, the tensor-parallel ones next to each other. Every collective
+    Ranks are ordered tensor, context, data, pipeline, the tensor-parallel ones next to each other; for the experts'
+    weights a stage's ranks are ordered expert-tensor, expert, and those that hold the same. Every collective
     of every group ends after `timeout_s` seconds at the latest: with an error under gloo, with the end of the process
     under NCCL. `seed` goes to Megatron's generators (dropout and initial weights; the same for all data-parallel
     ranks).
@@ -56,6 +57,8 @@ def initialise(
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
             context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
             distributed_timeout_minutes=timeout_s / 60,
             # Only checkpoint formats that are not used here gather over them, and over several nodes each would need
             # an address that gloo finds by the machine's name.

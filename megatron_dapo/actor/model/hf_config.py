@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as Megatron-Core sees it: Qwen2, Qwen3 (dense) and Llama 3.
+"""A Hugging Face `config.json` as Megatron-Core sees it: Qwen2, Qwen3, Qwen3-MoE and Llama 3.
 
 What Megatron would compute differently from the field's meaning is refused with the field's name and value.
 """
@@ -9,18 +9,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.data.hub import model_hint
 
 if TYPE_CHECKING:
     import torch
 
+MIXTURE = "qwen3_moe"
+
 _FAMILIES: Mapping[str, Mapping[str, bool]] = {
     "qwen2": {"qkv_bias": True, "qk_norm": False},
     "qwen3": {"qkv_bias": False, "qk_norm": True},
+    MIXTURE: {"qkv_bias": False, "qk_norm": True},
     "llama": {"qkv_bias": False, "qk_norm": False},
 }
 
@@ -32,6 +35,11 @@ _FIXED: Mapping[str, Any] = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    # Every layer has experts, and no others than these.
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "n_shared_experts": 0,
+    "shared_expert_intermediate_size": 0,
 }
 
 
@@ -42,6 +50,26 @@ class Llama3Scaling(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     low_freq_factor: PositiveFloat
     high_freq_factor: PositiveFloat
     original_max_position_embeddings: PositiveInt
+
+
+class Experts(BaseModel, frozen=True, strict=True):
+    """The mixture of experts in every layer: each token goes to the `top_k` of them that the router gives most."""
+
+    count: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    top_k: PositiveInt = Field(validation_alias="num_experts_per_tok")
+    ffn_hidden_size: PositiveInt = Field(validation_alias="moe_intermediate_size")
+    """Of one expert."""
+
+    normalised: bool = Field(default=False, validation_alias="norm_topk_prob")
+    """The chosen experts' weights sum to 1; else they are their shares among all experts."""
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> Self:
+        if self.top_k > self.count:
+            raise ValueError(f"num_experts_per_tok = {self.top_k}: must not exceed num_experts = {self.count}")
+        if self.top_k == 1 and self.normalised:
+            raise ValueError("num_experts_per_tok = 1: with norm_topk_prob the router would have no gradient")
+        return self
 
 
 class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
@@ -68,6 +96,9 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     qkv_bias: bool
     qk_norm: bool
     """Queries and keys are normalised per head (Qwen3)."""
+
+    experts: Experts | None = None
+    """None: a dense model. Else no layer has a dense MLP, and `ffn_hidden_size` means nothing."""
 
     @classmethod
     def load(cls, folder: Path) -> "HFModelConfig":
@@ -96,14 +127,15 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
         try:
             if not problems:
                 scaled = rope.get("rope_type") == "llama3"
-                given |= {**rope, "rope_scaling": rope if scaled else None, **_FAMILIES[given["model_type"]]}
-                return cls.model_validate(given)
+                experts = given if given["model_type"] == MIXTURE else None
+                made = {**rope, "rope_scaling": rope if scaled else None, "experts": experts}
+                return cls.model_validate({**given, **made, **_FAMILIES[given["model_type"]]})
         except ValidationError as error:
             problems = [_text(fault) for fault in error.errors() if fault["type"] != "default_factory_not_called"]
         raise ConfigError("\n".join(f"{shown}: {problem}" for problem in problems))
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _sizes_fit(self) -> Self:
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads % groups:
             raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
@@ -111,6 +143,11 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
             raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {hidden}, or give head_dim")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even")
+        if self.experts is not None and self.tied:
+            raise ValueError(
+                "tie_word_embeddings = True: SGLang's Qwen3-MoE has a head of its own, which nothing would set; save "
+                "the model with lm_head.weight"
+            )
         return self
 
     def inverse_frequencies(self) -> "torch.Tensor":
@@ -130,11 +167,39 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
         return kept * plain + (1 - kept) * plain / scaling.factor
 
 
+def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
+    """`check_layout`, and raise ConfigError where experts cannot be computed as the config says."""
+    check_layout(hf, actor.layout)
+    if hf.experts is not None and actor.fp8 != "none":
+        raise ConfigError(f"actor.fp8 = {actor.fp8}: not supported for a mixture of experts; set it to none")
+
+
 def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
-    """Raise ConfigError where the layout's ranks cannot each get an equal share of the model."""
-    for name, size in (("num_key_value_heads", hf.num_query_groups), ("intermediate_size", hf.ffn_hidden_size)):
-        if size % layout.tensor:
-            raise ConfigError(f"actor.layout.tensor = {layout.tensor}: must divide the model's {name} = {size}")
+    """Raise ConfigError where the layout's ranks cannot each get an equal share of the model, or its experts' gradients
+    would not be whole."""
+    divided = [("tensor", layout.tensor, "num_key_value_heads", hf.num_query_groups)]
+    if hf.experts is None:
+        divided.append(("tensor", layout.tensor, "intermediate_size", hf.ffn_hidden_size))
+        for key, size in (("expert", layout.expert), ("expert_tensor", layout.expert_tensor)):
+            if size > 1:
+                raise ConfigError(f"actor.layout.{key} = {size}: the model has no experts; set it to 1")
+    else:
+        divided.append(("expert", layout.expert, "num_experts", hf.experts.count))
+        divided.append(("expert_tensor", layout.expert_tensor, "moe_intermediate_size", hf.experts.ffn_hidden_size))
+        if layout.tensor > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"actor.layout.sequence_parallel = false: with experts and layout.tensor = {layout.tensor} each of "
+                "those ranks would send every token to the experts; set it to true"
+            )
+        # Megatron then sums the experts' gradients over the same ranks as the dense ones'.
+        if layout.expert == 1 and layout.expert_tensor != layout.tensor:
+            raise ConfigError(
+                f"actor.layout.expert_tensor = {layout.expert_tensor}: with layout.expert = 1 it must be layout.tensor "
+                f"= {layout.tensor}; or set layout.expert above 1"
+            )
+    for key, ranks, name, size in divided:
+        if size % ranks:
+            raise ConfigError(f"actor.layout.{key} = {ranks}: must divide the model's {name} = {size}")
     if -(-hf.vocab_size // layout.tensor) * (layout.tensor - 1) >= hf.vocab_size:
         raise ConfigError(f"actor.layout.tensor = {layout.tensor}: leaves a rank none of {hf.vocab_size} tokens")
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
@@ -153,6 +218,8 @@ def _unsupported(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator
     for key, value in _FIXED.items():
         if fields.get(key, value) != value:
             yield f"{key} = {fields[key]!r}: only {value!r} is supported"
+    if len({fields[key] for key in ("num_experts", "num_local_experts") if key in fields}) > 1:
+        yield "num_experts, num_local_experts: two numbers of experts; keep the true one"
     layer_types = set(fields.get("layer_types", ()))
     if fields.get("use_sliding_window") and layer_types != {"full_attention"}:
         yield "use_sliding_window = True: sliding-window attention is not supported; every layer must be full_attention"
@@ -170,7 +237,8 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(fault: Any) -> str:
-    if fault["type"] == "value_error":  # of `_heads_fit`
+    if fault["type"] == "value_error":  # of a validator above
         return str(fault["ctx"]["error"])
     value = "" if fault["type"] == "missing" else f" = {fault['input']!r}"
-    return f"{'.'.join(map(str, fault['loc']))}{value}: {fault['msg']}"
+    name = ".".join(map(str, fault["loc"])).removeprefix("experts.")
+    return f"{name}{value}: {fault['msg']}"

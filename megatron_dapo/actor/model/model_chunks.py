@@ -13,6 +13,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_dapo.actor.device import DeviceChoice
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary
 from megatron_dapo.actor.packing import round_up
-from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.base import ConfigError
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -48,7 +50,7 @@ def build_model(
     where the head is upcast, in float32.
 
     Raises:
-        ConfigError: the layout does not divide the model.
+        ConfigError: the layout does not divide the model, or its experts cannot be computed here.
     """
     config = transformer_config(hf, actor, dtype, device)
     inverse_frequencies = hf.inverse_frequencies().to(device.device)
@@ -57,7 +59,11 @@ def build_model(
     for vp_stage in [None] if virtual is None else range(virtual):
         if device.transformer_engine:
             # Megatron applies the rotary embedding.
-            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+                num_experts=config.num_moe_experts,
+                moe_grouped_gemm=config.moe_grouped_gemm,
+                qk_layernorm=config.qk_layernorm,
+            )
         else:
             spec = local_spec(config, rotary=Rotary(inverse_frequencies), vp_stage=vp_stage)
         chunk = GPTModel(
@@ -84,7 +90,7 @@ def build_model(
 def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device: DeviceChoice) -> TransformerConfig:
     """Megatron's config: the model, the layout, the precision, and the fusions that the device has."""
     layout = actor.layout
-    check_layout(hf, layout)
+    check_actor(hf, actor)
     cuda = device.device.type == "cuda"
     torch_dtype = getattr(torch, dtype)
     return TransformerConfig(
@@ -125,13 +131,40 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,
+        **_expert_settings(hf, layout, device),
         **RECOMPUTE[actor.recompute],
     )
 
 
+def _expert_settings(hf: HFModelConfig, layout: LayoutConfig, device: DeviceChoice) -> dict[str, Any]:
+    """Of a mixture of experts: no token is dropped, and nothing but the objective has a gradient."""
+    experts = hf.experts
+    if experts is None:
+        return {}
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16's router calls it by name
+        raise ConfigError("a mixture of experts on CUDA needs TransformerEngine, which is not importable")
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        # A softmax over the chosen experts alone is one over all of them, normalised afterwards.
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": device.transformer_engine,
+    }
+
+
 def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's spec of local layers with our norms and our attention, which also applies the rotary embedding."""
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    if config.num_moe_experts is not None:
+        # In a checkpoint the norm before experts has its own name, as TransformerEngine's layers do not fuse it.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

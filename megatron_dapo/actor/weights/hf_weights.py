@@ -25,6 +25,8 @@ EXPORT_FILE_BYTES = 5 * 10**9
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+# In Megatron's sequence of experts, or in TransformerEngine's group; the numbers are those of a rank.
+_EXPERT_NAME = re.compile(r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<part>\w+)\.weight(?P<grouped>\d*)")
 # TransformerEngine's layer spec fuses a norm into the linear after it, under another name.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -43,11 +45,13 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
         model's.
     """
     shards_of = model_shards(hf)
-    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    of_expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     with SafetensorsReader(folder) as reader, torch.no_grad():
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         for name, parameter in _named_parameters(chunks, hf):
-            shards_of[name].load(parameter, reader.read, rank, ranks)
+            shards = shards_of[name]
+            shards.load(parameter, reader.read, *(dense if shards.expert is None else of_expert))
 
 
 def hf_tensors(
@@ -59,10 +63,10 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor on the CPU, a copy) of the whole model on global rank 0; nothing on the others.
 
-    Collective over the tensor- and pipeline-parallel ranks that share rank 0's data: every rank must iterate to the
-    end. One parameter is gathered at a time. `value` gives what is gathered for a parameter, of its shape, in any
-    type: its weight, or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied
-    weights the first stage's copy counts.
+    Collective: every rank must iterate to the end. Experts come from all ranks that hold them, the rest from the
+    tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. `value` gives
+    what is gathered for a parameter, of its shape, in any type: its weight, or for example
+    `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied weights the first stage's copy counts.
     """
     for shards, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value):
         if stacked is not None:
@@ -78,23 +82,26 @@ def gathered_parameters(
     value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
 ) -> Iterator[tuple[Shards, Tensor | None]]:
     """(how a parameter is split, all its shards [ranks, *shape]) in the order of `model_shards`; None elsewhere than on
-    global rank 0, and nothing at all on ranks that hold other data.
+    global rank 0, and nothing at all on ranks that hold only what others hold too.
 
     Collective as `hf_tensors`. The shards are on the device they were gathered to, and may be the live parameter; let
     go of them before the next ones, so that one parameter is held at a time.
     """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+    sends_dense = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    sends_experts = hf.experts is not None and parallel_state.get_expert_data_parallel_rank() == 0
+    if not sends_dense and not sends_experts:
         return
-    shards_of = model_shards(hf)
     own = dict(_named_parameters(chunks, hf))
-    stages = gather_objects(set(own), parallel_state.get_pipeline_model_parallel_group())
-    for name, shards in shards_of.items():
-        stage = next(index for index, names in enumerate(stages) if name in names)
-        ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
+    stages = gather_objects({_place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
+    for name, shards in model_shards(hf).items():
+        stage = next(index for index, places in enumerate(stages) if _place_of(name) in places)
+        group, holders = _holders(hf, shards)
         stacked = None
-        if stage == parallel_state.get_pipeline_model_parallel_rank():
-            stacked = _stack(value(own[name]).to(dtype).contiguous(), ranks)
-        stacked = _to_rank_zero(stacked, stage, (ranks, *shards.local_shape(ranks)), dtype)
+        sends = sends_dense if shards.expert is None else sends_experts
+        if sends and stage == parallel_state.get_pipeline_model_parallel_rank():
+            shard = value(own[name]).to(dtype).contiguous() if name in own else None
+            stacked = _stack(shard, shards.local_shape(len(holders)), dtype, group, holders)
+        stacked = _to_rank_zero(stacked, stage, (len(holders), *shards.local_shape(len(holders))), dtype)
         yield shards, stacked
         del stacked
 
@@ -247,7 +254,7 @@ def no_parameters(hf: HFModelConfig) -> set[str]:
 
 def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    hidden, ffn = hf.hidden_size, hf.ffn_hidden_size
+    hidden = hf.hidden_size
     queries, narrow = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
     heads = {"q_proj": queries, "k_proj": narrow, "v_proj": narrow}
 
@@ -267,12 +274,26 @@ def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
     if hf.qk_norm:
         for side in ("q", "k"):
             shards[f"self_attention.{side}_layernorm.weight"] = norm(f"{attention}.{side}_norm", hf.head_dim)
-    gate_up = {f"{mlp}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-    return shards | {
+    shards |= {
         "self_attention.linear_proj.weight": Shards(shapes={f"{attention}.o_proj.weight": (hidden, queries)}, dim=1),
         "pre_mlp_layernorm.weight": norm(f"{layer}.post_attention_layernorm", hidden),
-        "mlp.linear_fc1.weight": Shards(shapes=gate_up),
-        "mlp.linear_fc2.weight": Shards(shapes={f"{mlp}.down_proj.weight": (hidden, ffn)}, dim=1),
+    }
+    if hf.experts is None:
+        return shards | {f"mlp.{part}": each for part, each in _gated_mlp(mlp, hidden, hf.ffn_hidden_size).items()}
+    shards["mlp.router.weight"] = Shards(shapes={f"{mlp}.gate.weight": (hf.experts.count, hidden)}, dim=None)
+    size, numbers = hf.experts.ffn_hidden_size, range(hf.experts.count)
+    experts = [_gated_mlp(f"{mlp}.experts.{number}", hidden, size, expert=number) for number in numbers]
+    # First all of one kind: a server fuses them over the experts.
+    for part in experts[0]:
+        shards |= {f"mlp.experts.{number}.{part}": experts[number][part] for number in numbers}
+    return shards
+
+
+def _gated_mlp(mlp: str, hidden: int, ffn: int, expert: int | None = None) -> dict[str, Shards]:
+    gate_up = {f"{mlp}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+    return {
+        "linear_fc1.weight": Shards(shapes=gate_up, expert=expert),
+        "linear_fc2.weight": Shards(shapes={f"{mlp}.down_proj.weight": (hidden, ffn)}, dim=1, expert=expert),
     }
 
 
@@ -281,6 +302,8 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
 
     Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
     """
+    each = hf.experts.count // parallel_state.get_expert_model_parallel_world_size() if hf.experts else 0
+    first_expert = each * parallel_state.get_expert_model_parallel_rank()
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         for name, parameter in model.named_parameters():
@@ -288,41 +311,70 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
             if in_layer:
                 prefix, index, rest = in_layer.groups()
                 layer = model.decoder.layers[int(index)].layer_number - 1
+                if in_expert := _EXPERT_NAME.fullmatch(rest):
+                    part, number = in_expert["part"], first_expert + int(in_expert["local"] or in_expert["grouped"])
+                    rest = f"mlp.experts.{number}.{part}.weight"
                 yield f"{prefix}{layer}.{FUSED_NORMS.get(rest, rest)}", parameter
             else:
                 yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
 
 
-def _stack(shard: Tensor, ranks: int) -> Tensor | None:
-    """[ranks, *shape] on tensor-parallel rank 0, None on the others."""
-    if ranks == 1:
-        return shard[None] if parallel_state.get_tensor_model_parallel_rank() == 0 else None
-    group = parallel_state.get_tensor_model_parallel_group()
-    first = dist.get_global_rank(group, 0)
-    if dist.get_rank() != first:
-        dist.send(shard, dst=first, group=group)
+def _place_of(name: str) -> str:
+    """What a whole stage has or has not: the parameter, or the layer that it is in."""
+    in_layer = LAYER_NAME.fullmatch(name)
+    return "".join(in_layer.groups()[:2]) if in_layer else name
+
+
+def _holders(hf: HFModelConfig, shards: Shards) -> tuple[dist.ProcessGroup, range]:
+    """A group of one stage whose first rank is also the stage's first, and which of its ranks hold the shards."""
+    if shards.expert is None or hf.experts is None:
+        ranks = parallel_state.get_tensor_model_parallel_world_size() if shards.split else 1
+        return parallel_state.get_tensor_model_parallel_group(), range(ranks)
+    each = hf.experts.count // parallel_state.get_expert_model_parallel_world_size()
+    ranks = parallel_state.get_expert_tensor_parallel_world_size()
+    first = shards.expert // each * ranks
+    return parallel_state.get_expert_tensor_and_model_parallel_group(), range(first, first + ranks)
+
+
+def _stack(
+    shard: Tensor | None, shape: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup, holders: range
+) -> Tensor | None:
+    """The shards of the group's ranks `holders`, [holders, *shape], on the group's first rank; None on the others."""
+    rank, first = dist.get_rank(group), dist.get_global_rank(group, 0)
+    if rank > 0:
+        if rank in holders:
+            assert shard is not None
+            dist.send(shard, dst=first, group=group)
         return None
+    if holders == range(1):
+        return None if shard is None else shard[None]
     # Not `dist.gather`: gloo's receives into a second buffer of this size.
-    stacked = shard.new_empty((ranks, *shard.shape))
-    stacked[0].copy_(shard)
-    for rank in range(1, ranks):
-        dist.recv(stacked[rank], src=dist.get_global_rank(group, rank), group=group)
+    stacked = torch.empty((len(holders), *shape), dtype=dtype, device=_device_of(group))
+    for index, holder in enumerate(holders):
+        if holder > 0:
+            dist.recv(stacked[index], src=dist.get_global_rank(group, holder), group=group)
+        elif shard is not None:
+            stacked[index].copy_(shard)
     return stacked
 
 
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors are that travel within the group."""
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
+
+
 def _to_rank_zero(stacked: Tensor | None, stage: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Bring what pipeline stage `stage` has stacked to global rank 0; None on the others."""
-    if parallel_state.get_tensor_model_parallel_rank() != 0:
-        return None
+    """Bring what the first rank of pipeline stage `stage` has stacked to global rank 0; None on the others."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    rank_zero, holder = dist.get_global_rank(group, 0), dist.get_global_rank(group, stage)
-    if holder == rank_zero:
+    if dist.get_global_rank(group, 0) > 0:
+        return None
+    holder = dist.get_global_rank(group, stage)
+    if holder == 0:
         return stacked
-    if dist.get_rank() == rank_zero:
-        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
-        stacked = torch.empty(shape, dtype=dtype, device=device)
+    if dist.get_rank() == 0:
+        stacked = torch.empty(shape, dtype=dtype, device=_device_of(group))
         dist.recv(stacked, src=holder, group=group)
         return stacked
     if stacked is not None:
-        dist.send(stacked, dst=rank_zero, group=group)
+        dist.send(stacked, dst=0, group=group)
     return None

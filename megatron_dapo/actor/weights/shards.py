@@ -33,6 +33,9 @@ class Shards:
     groups: int | None = None
     """Of all ranks together; None: one on each."""
 
+    expert: int | None = None
+    """The expert whose weight it is: then the ranks are the expert-tensor-parallel ones that hold it."""
+
     @property
     def split(self) -> bool:
         """Whether ranks hold different parts."""

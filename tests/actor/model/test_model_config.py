@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor, check_layout
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from tests.actor.tiny import LLAMA3_ROPE
 
@@ -26,6 +26,18 @@ QWEN = {
     "use_sliding_window": False,
     "tie_word_embeddings": True,
     "vocab_size": 101,
+}
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
 }
 
 
@@ -87,6 +99,39 @@ def test_what_would_be_computed_differently_is_refused(load, changes, words):
         assert word in str(error.value)
 
 
+def test_experts_under_both_names_of_their_number(load):
+    """transformers 5 writes `num_local_experts`, the published files have `num_experts`."""
+    experts = load(**EXPERTS).experts
+    assert (experts.count, experts.top_k, experts.ffn_hidden_size, experts.normalised) == (8, 2, 48, True)
+    assert load(**EXPERTS | {"num_experts": ..., "num_local_experts": 8}).experts == experts
+    assert load(**EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": ...}).experts.normalised is False
+    assert load().experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decoder_sparse_step": 2}, ["decoder_sparse_step = 2", "1"]),
+        ({"mlp_only_layers": [0]}, ["mlp_only_layers = [0]"]),
+        ({"shared_expert_intermediate_size": 64}, ["shared_expert_intermediate_size = 64"]),
+        ({"n_shared_experts": 1}, ["n_shared_experts = 1"]),
+        ({"num_local_experts": 4}, ["num_experts, num_local_experts"]),
+        ({"num_experts": ...}, ["json: num_experts: "]),
+        ({"moe_intermediate_size": "x"}, ["json: moe_intermediate_size = 'x'"]),
+        ({"num_experts_per_tok": 9}, ["num_experts_per_tok = 9", "num_experts = 8"]),
+        ({"num_experts_per_tok": 1}, ["num_experts_per_tok = 1", "norm_topk_prob"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings = True", "SGLang", "lm_head.weight"]),
+        ({"model_type": "qwen2_moe"}, ["model_type", "'qwen2_moe'"]),
+    ],
+    ids=str,
+)
+def test_experts_that_would_be_computed_differently_are_refused(load, changes, words):
+    with pytest.raises(ConfigError) as error:
+        load(**EXPERTS | changes)
+    for word in words:
+        assert word in str(error.value)
+
+
 def test_a_window_that_no_layer_uses_is_accepted(load):
     load(use_sliding_window=True, layer_types=["full_attention"] * 4)
 
@@ -109,6 +154,36 @@ def test_a_layout_must_divide_the_model(load):
         check_layout(load(), LayoutConfig(tensor=4))
     with pytest.raises(ConfigError, match=r"= 3.*num_hidden_layers = 4"):
         check_layout(load(), LayoutConfig(pipeline=3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"expert": 3, "data": 3}, r"expert = 3.*num_experts = 8"),
+        ({"expert": 2, "expert_tensor": 5, "data": 10}, r"expert_tensor = 5.*moe_intermediate_size = 48"),
+        ({"tensor": 2, "expert": 2}, r"sequence_parallel = false.*tensor = 2"),
+        ({"tensor": 2, "sequence_parallel": True}, r"expert_tensor = 1: with layout.expert = 1.*tensor = 2"),
+        ({"data": 2, "expert_tensor": 2}, r"expert_tensor = 2: with layout.expert = 1.*tensor = 1"),
+    ],
+    ids=str,
+)
+def test_a_layout_must_divide_the_experts(load, layout, words):
+    with pytest.raises(ConfigError, match=words):
+        check_layout(load(**EXPERTS), LayoutConfig(**layout))
+
+
+def test_experts_in_fp8_are_refused(load):
+    check_actor(load(**EXPERTS), ActorConfig())
+    check_actor(load(), ActorConfig(fp8="hybrid"))
+    with pytest.raises(ConfigError, match=r"actor.fp8 = hybrid: .*set it to none"):
+        check_actor(load(**EXPERTS), ActorConfig(fp8="hybrid"))
+
+
+def test_the_dense_size_of_a_model_of_experts_means_nothing(load):
+    layout = {"tensor": 2, "sequence_parallel": True, "expert": 2}
+    check_layout(load(**EXPERTS, intermediate_size=97), LayoutConfig(**layout))
+    with pytest.raises(ConfigError, match="expert = 2: the model has no experts"):
+        check_layout(load(), LayoutConfig(data=2, expert=2))
 
 
 @pytest.mark.parametrize(

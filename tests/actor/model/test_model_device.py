@@ -123,7 +123,7 @@ def test_adam_is_torchs_in_the_layout_of_the_fused_one(gloo, decoupled):
 def test_the_memory_of_a_sent_tensor_is_kept_when_the_schedule_takes_it_out(monkeypatch):
     """As Megatron's `deallocate_pipeline_outputs` does, while gloo's thread may still read it."""
     monkeypatch.setattr(torch.distributed, "isend", lambda tensor, dst: None)
-    send = cpu._sends_that_are_kept()["isend"]
+    send = cpu._collectives()["isend"]
     numbers = np.ones(4)
     memory, sent = weakref.ref(numbers), torch.from_numpy(numbers)
     del numbers

@@ -70,6 +70,62 @@ def test_ranks_hold_heads_and_columns_of_their_own(tmp_path: Path) -> None:
         assert same(rank, "lm_head.weight", head)
 
 
+@pytest.mark.parametrize("published", [True, False])
+def test_the_experts_of_a_layer_are_two_tensors(tmp_path: Path, published: bool) -> None:
+    """Gate and up of each expert in turn, and the down projections: transformers holds a layer's experts the same way.
+    On a CPU a rank's 20 rows of an expert are filled up to 32."""
+    state = save_model(tmp_path, "qwen3_moe", seed=1, num_hidden_layers=2).state_dict()
+    if published:
+        text = (tmp_path / "config.json").read_text()
+        (tmp_path / "config.json").write_text(text.replace("num_local_experts", "num_experts"))
+    on_gpu = ServerInfo(version="x", device="cuda", dtype="float32", tensor_parallel=2)
+    on_cpu = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=2)
+    found = {info: expected_checksums(tmp_path, info) for info in (CPU, on_gpu, on_cpu)}
+    for layer in ("model.layers.0.mlp.", "model.layers.1.mlp."):
+        gate_up, down = (state[f"{layer}experts.{name}_proj"] for name in ("gate_up", "down"))
+        gate, up = gate_up.chunk(2, 1)
+        assert found[CPU][0][layer + "gate.weight"] == sha(state[layer + "gate.weight"])
+        padded = [torch.cat([part, torch.zeros(6, 24, 64)], 1) for part in (gate, up)]
+        assert found[CPU][0][layer + "experts.w13_weight"] == sha(torch.cat(padded, 1))
+        assert found[CPU][0][layer + "experts.w2_weight"] == sha(torch.cat([down, torch.zeros(6, 64, 24)], 2))
+        for rank in range(2):
+            at = slice(20 * rank, 20 * (rank + 1))
+            w13 = torch.cat([gate[:, at], up[:, at]], 1)
+            assert found[on_gpu][rank][layer + "experts.w13_weight"] == cuda_hash([w13])
+            assert found[on_gpu][rank][layer + "experts.w2_weight"] == cuda_hash([down[:, :, at]])
+        # Two times 32 hold 40: the second rank has 8 of its own.
+        w13 = torch.cat([part for each in (gate, up) for part in (each[:, 32:], torch.zeros(6, 24, 64))], 1)
+        assert found[on_cpu][1][layer + "experts.w13_weight"] == sha(w13)
+    assert len(found[CPU][0]) == 2 * 9 + 3
+    assert not [name for name in found[CPU][0] if name.endswith((".down_proj.weight", ".gate_up_proj.weight"))]
+
+
+def test_of_experts_no_more_is_kept_than_one_layers_gates(tmp_path: Path) -> None:
+    """In the trainer's order, a tensor at a time; the names of a changed expert's tensors are in the message."""
+    save_model(tmp_path, "qwen3_moe", seed=1, num_hidden_layers=2)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    names = sorted(tensors, key=lambda name: ("down_proj" in name, name))
+    names.sort(key=lambda name: name.split("experts.")[0])  # of each layer the down projections last
+    kept = []
+    with ChecksumStream(config, names, [CPU]) as stream:
+        for name in names:
+            stream.add({name: tensors[name]})
+            stream.flush()
+            assert all(stream._incomplete[name] is each for name, each in stream._copied.items())
+            kept.append(sum(each.nbytes for each in stream._copied.values()))
+        assert stream.finish()[CPU] == expected_checksums(tmp_path, CPU)
+    assert max(kept) < 2 * 6 * 40 * 64 * 4
+    assert kept[-1] == 0
+    tensors["model.layers.1.mlp.experts.5.up_proj.weight"][0, 0] += 1
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    (changed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightMismatch) as caught:
+        verify(expected_checksums(tmp_path, CPU), expected_checksums(changed, CPU))
+    assert [problem.split()[0] for problem in caught.value.problems] == ["model.layers.1.mlp.experts.w13_weight"]
+
+
 def test_several_files_are_one_model(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3", seed=2, num_hidden_layers=1)
     whole = expected_checksums(tmp_path, CPU)
