@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, Fraction, Text
-from reward.config import VerifierName
+from reward.config import EnvironmentName, VerifierName
 from reward.named import check_name
 
 Schema = Literal["columns", "dapo", "gsm8k"]
@@ -32,6 +32,14 @@ class ColumnsConfig:
     verifier_key: Text | None = None
     """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
     or one that the config names too. None: no such column."""
+
+    environment: EnvironmentName | None = None
+    """What answers each turn of the model until it ends the episode, as `module:function` (docs/environments.md). None:
+    as in section `data`; there: a prompt has one answer."""
+
+    environment_key: Text | None = None
+    """Column that names the row's environment, one that the config names too; an empty cell leaves it to the
+    config. None: no such column."""
 
     instruction: Text | None = None
     """Text put behind each prompt (of a chat list: behind its last turn), as `End with a line {form}`; `{form}` becomes

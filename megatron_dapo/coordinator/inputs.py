@@ -13,7 +13,7 @@ from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
-from reward.check import Truth, check_verifiers
+from reward.check import Truth, check_environments, check_verifiers
 
 MOST_TRIED = 10_000
 """Ground truths that an own verifier is tried on at most."""
@@ -83,10 +83,12 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
 
 
 def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[Prompt]) -> None:
-    """Whether every verifier that is named can be run here; `places`: who named it."""
-    truths = defaultdict[str, list[Truth]](list)
+    """Whether every verifier and every environment that is named can be run here; `places`: who named a verifier."""
+    truths, episodes = defaultdict[str, list[Truth]](list), defaultdict[str, list[Truth]](list)
     for prompt in prompts:
         places.setdefault(prompt.verifier, prompt.place)
-        if len(truths[prompt.verifier]) < MOST_TRIED:
-            truths[prompt.verifier].append((prompt.place, prompt.text, prompt.answer))
+        for tried in (truths[prompt.verifier], *([episodes[prompt.environment]] if prompt.environment else ())):
+            if len(tried) < MOST_TRIED:
+                tried.append((prompt.place, prompt.text, prompt.answer))
     check_verifiers(places, config.reward, truths)
+    check_environments({name: tried[0][0] for name, tried in episodes.items()}, episodes)

@@ -27,6 +27,8 @@ class Row:
     source: str
     verifier: str | None
     """Verifier that the row itself names."""
+    environment: str | None = None
+    """Environment that the row itself names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class Columns:
     answer_after: str | None = None
     source_key: str | None = None
     verifier_key: str | None = None
+    environment_key: str | None = None
     instruction: str | None = None
 
 
@@ -54,6 +57,8 @@ class PromptFile:
     weight: float = 1.0
     verifier: str | None = None
     """Verifier of the rows that name none."""
+    environment: str | None = None
+    """Environment of the rows that name none."""
 
 
 SCHEMAS: dict[Schema, Columns] = {
@@ -67,12 +72,13 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
     """The file of `data.path`, or those of `data.mixture` in their order."""
     columns = resolve(data, SCHEMAS[data.schema])
     if data.path is not None:
-        return (_file(data.path, "data.path", columns),)
+        return (replace(_file(data.path, "data.path", columns), environment=data.environment),)
     return tuple(
         replace(
             _file(each.path, f"data.mixture.{number}", _columns(each, columns), each.name),
             weight=each.weight,
             verifier=each.verifier,
+            environment=each.environment or data.environment,
         )
         for number, each in enumerate(data.mixture)
     )
@@ -81,7 +87,10 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
 def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:
     """The file of `evaluation.path`, alone; none where it is not set."""
     columns = _columns(evaluation, resolve(data, SCHEMAS[data.schema]))
-    return (_file(evaluation.path, "evaluation.path", columns),) if evaluation.path else ()
+    if evaluation.path is None:
+        return ()
+    environment = evaluation.environment or data.environment
+    return (replace(_file(evaluation.path, "evaluation.path", columns), environment=environment),)
 
 
 def _columns(config: SourceConfig | EvaluationConfig, below: Columns) -> Columns:
@@ -114,9 +123,8 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
     answer, structured = _answer(record, columns, place)
     source = file.name if columns.source_key is None else _text(record, columns.source_key, "source_key", place)
-    verifier = None
-    if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
-        verifier = _text(record, columns.verifier_key, "verifier_key", place)
+    verifier = _named(record, columns.verifier_key, "verifier_key", place)
+    environment = _named(record, columns.environment_key, "environment_key", place)
     prompt = _prompt(record, columns, place)
     try:
         json.dumps([prompt, answer, source], ensure_ascii=False).encode()
@@ -124,7 +132,14 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         raise DataError(
             f"{place}: holds {error.object[error.start]!a}, half a character (a lone surrogate); fix the text"
         ) from None
-    return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
+    named = {"source": source, "verifier": verifier, "environment": environment}
+    return Row(prompt=prompt, answer=answer, structured=structured, **named)
+
+
+def _named(record: Any, key: str | None, setting: str, place: str) -> str | None:
+    """What an optional column names; an empty cell names nothing."""
+    empty = key is None or _column(record, key, setting, place) is None
+    return None if key is None or empty else _text(record, key, setting, place)
 
 
 def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:

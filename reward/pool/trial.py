@@ -1,44 +1,69 @@
-"""Tries one verifier in a process of its own: `python -m reward.pool.trial NAME`, started by `reward.check`."""
+"""Tries one verifier or environment in a process of its own, started by `reward.check`: `python -m reward.pool.trial
+NAME KIND`."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reward.check import DONE, TRY_S, Truth
+from reward.environment import Episode, NotAnOutcome, Turn, ask, load_environment
 from reward.registry import load, probe
 from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
 
-def _try(name: str, truths: Sequence[Truth]) -> None:
-    """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
-    judge, end = load(name), time.monotonic() + TRY_S
-    for place, prompt, truth in truths:
-        request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+def _verifier(name: str) -> Callable[[str, str], None]:
+    judge = load(name)
+
+    def judge_one(prompt: str, truth: str) -> None:
+        judged: object = judge(VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name))
+        if not isinstance(judged, Judgement | Deferred | bool):
+            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
+
+    return judge_one
+
+
+def _environment(name: str) -> Callable[[str, str], None]:
+    environment = load_environment(name)
+
+    def step(prompt: str, truth: str) -> None:
         try:
-            judged: object = judge(request)
+            ask(environment, Episode(prompt, truth, (Turn(truth),)))
+        except NotAnOutcome as error:
+            raise VerifierError(str(error)) from None
+
+    return step
+
+
+def _try(one: Callable[[str, str], None], truths: Sequence[Truth]) -> None:
+    """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
+    end = time.monotonic() + TRY_S
+    for place, prompt, truth in truths:
+        try:
+            one(prompt, truth)
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
         except (NameError, ImportError) as error:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
         except Exception:
             continue
-        if not isinstance(judged, Judgement | Deferred | bool):
-            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
         if time.monotonic() > end:
             break
 
 
 def main() -> None:
-    """Tries the verifier that the argument names on the `Truth`s of standard input. `DONE` is written once it can be
+    """Tries what the arguments name on the `Truth`s of standard input. `DONE` is written once it can be
     run; the exit code is 0 unless a ground truth is refused."""
     truths = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:
-        probe(sys.argv[1])
+        name, kind = sys.argv[1:3]
+        if kind == "verifier":
+            probe(name)
+        one = _verifier(name) if kind == "verifier" else _environment(name)
         os.write(1, DONE)
-        _try(sys.argv[1], truths)
+        _try(one, truths)
     except VerifierError as error:
         sys.exit(str(error))
     sys.stdout.flush()

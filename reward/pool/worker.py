@@ -10,12 +10,15 @@ from dataclasses import replace
 
 from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
+from reward.environment import Environment, Step, Stepped, ask, load_environment
 from reward.pool.messages import LENGTH, READY, Job, Reply, Result, decode_order, encode_reply
 from reward.registry import VERIFIERS, load
 from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
+_environments: dict[str, Environment] = {}
+"""Those that are loaded, by name."""
 
 
 def main() -> None:
@@ -57,10 +60,14 @@ def _imports(job: Job, verifiers: dict[str, Verifier]) -> bool:
     """Imports what the job needs; whether that was anything. It does not count against the memory limit."""
     if isinstance(job, Deferred):
         return symbolic.prepare()
-    if job.verifier in verifiers:
+    environment = isinstance(job, Step)
+    if (job.environment in _environments) if environment else (job.verifier in verifiers):
         return False
     with suppress(VerifierError):  # `judge` tries again, and says why not
-        verifiers[job.verifier] = load(job.verifier)
+        if environment:
+            _environments[job.environment] = load_environment(job.environment)
+        else:
+            verifiers[job.verifier] = load(job.verifier)
     return True
 
 
@@ -68,6 +75,8 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
     """The job's verdict; an error of the verifier is one too. `verifiers`: those that are loaded, by name."""
     judged: Judgement | Deferred | bool
     start = time.perf_counter()
+    if isinstance(job, Step):
+        return _step(job, start)
     try:
         if isinstance(job, Deferred):
             name, judged = "robust", robust.finish(job)
@@ -87,6 +96,21 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
     if isinstance(judged, bool):
         return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
     return _failure(f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
+
+
+def _step(job: Step, start: float) -> Stepped:
+    """The environment's answer; its error is one too."""
+    outcome, error, unjudged = None, None, False
+    try:
+        outcome = ask(_environments.get(job.environment) or load_environment(job.environment), job.episode)
+    except MemoryError:
+        error = "memory"
+    except VerifierError as refused:
+        error, unjudged = str(refused), True
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    seconds = time.perf_counter() - start
+    return Stepped(outcome=outcome, seconds=seconds, error=error and error[:_ERROR_LIMIT], unjudged=unjudged)
 
 
 def _failure(reason: str, start: float, rule: str = "") -> Verdict:
