@@ -124,7 +124,7 @@ class Stepped:
     """Whether the fault is not the response's: the run must stop."""
 
 
-ENVIRONMENTS: dict[str, str] = {}
+ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run"}
 """Registered environments: name -> `module:function`."""
 
 
