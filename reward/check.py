@@ -16,7 +16,7 @@ TRY_S = 5.0
 Truth = tuple[str, str, str]
 """Place such as `train.jsonl:17`, prompt, ground truth."""
 
-DONE = b"\nthe verifier can be run\n"
+DONE = b"\nit can be run\n"
 """What the trying process writes in the end; a module that ends the process does not get so far."""
 
 
@@ -46,6 +46,22 @@ def check_verifiers(
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
+def check_environments(names: Mapping[str, str], truths: Mapping[str, Sequence[Truth]] | None = None) -> None:
+    """Whether each environment can be run here: imported in a process of its own, and tried on the ground truths as if
+    each were the model's first turn, for `TRY_S` seconds.
+
+    Args:
+        names: environment -> who names it, such as `data.environment`.
+        truths: environment -> problems that it will get.
+
+    Raises:
+        VerifierError: one cannot, refuses one of them, or returns no outcome.
+    """
+    for name, place in names.items():
+        if reason := _why_not(name, (truths or {}).get(name, ()), "environment"):
+            raise VerifierError(f"{place} = {name}: {reason}")
+
+
 def check_ground_truth(name: str, ground_truth: str) -> None:
     """Whether built-in verifiers can use this ground truth: each of them looks at it before the response.
 
@@ -60,11 +76,11 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
             load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 
-def _why_not(name: str, truths: Sequence[Truth]) -> str:
-    """Why a verifier cannot be run here; empty if it can."""
+def _why_not(name: str, truths: Sequence[Truth], kind: str = "verifier") -> str:
+    """Why a verifier or an environment cannot be run here; empty if it can."""
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", "reward.pool.trial", name],
+            [sys.executable, "-m", "reward.pool.trial", name, kind],
             input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from reward.environment import find_environment
 from reward.registry import find
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -39,6 +40,12 @@ def _known_verifier(name: str) -> str:
     return name
 
 
+def _known_environment(name: str) -> str:
+    find_environment(name)
+    return name
+
+
+EnvironmentName = Annotated[str, AfterValidator(_known_environment)]
 VerifierName = Annotated[str, AfterValidator(_known_verifier)]
 
 
@@ -80,11 +87,11 @@ class RewardConfig:
 
     algebra_workers: Annotated[int, Field(gt=0)] = 1
     """Further processes, started when first needed and at a lower priority, for verdicts that may take long and are
-    judged one by one: symbolic equality, `json`, `code`, verifiers of your own."""
+    judged one by one: symbolic equality, `json`, `code`, verifiers of your own, environments."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Wall-clock limit of one verdict, imports and queues not counted; past it the process is killed and the verdict
-    is `timeout` (not correct)."""
+    """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the
+    process is killed and the verdict is `timeout` (not correct)."""
 
     memory_mb: Annotated[int, Field(gt=0)] = 2048
     """Address space a worker may take beyond what it holds at its start."""

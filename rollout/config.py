@@ -55,6 +55,15 @@ class RolloutConfig:
     """A response with this text in its first `thinking_budget` tokens has ended its thinking by itself. None:
     `thinking_end` without the space around it."""
 
+    max_turns: PositiveInt = 8
+    """Responses of an episode, at most (docs/environments.md); `max_new_tokens` limits them together."""
+
+    max_observation_tokens: PositiveInt = 512
+    """Given between two turns, at most; a longer observation loses its middle."""
+
+    turn_end: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Texts of one token each that end a turn too, as `</tool_call>`."""
+
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones."""
 

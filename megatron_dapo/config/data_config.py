@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, Fraction, Text
-from reward.config import VerifierName
+from reward.config import EnvironmentName, VerifierName
 from reward.named import check_name
 
 Schema = Literal["columns", "dapo", "gsm8k"]
@@ -32,6 +32,10 @@ class ColumnsConfig:
     verifier_key: Text | None = None
     """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
     or one that the config names too. None: no such column."""
+
+    environment: EnvironmentName | None = None
+    """What answers each turn of the model, as `module:function` (docs/environments.md). None: as in `data`; there: a
+    prompt has one answer."""
 
     instruction: Text | None = None
     """Text put behind each prompt (of a chat list: behind its last turn), as `End with a line {form}`; `{form}` becomes
@@ -73,6 +77,9 @@ class DataConfig(ColumnsConfig):
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] | Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's chat template. `plain`: the prompt as it is. Else a text that holds `{prompt}`."""
+
+    observation_template: Annotated[str, Field(pattern=r"\{observation\}")] | None = None
+    """Text between two turns, with `{observation}`. None: the chat template's; without one the observation alone."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are handled by `too_long`. Counted after the template. None: what `model.context_length` leaves

@@ -11,9 +11,10 @@ from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
+from megatron_dapo.experience.observations import Rules, turn_rules
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
-from reward.check import Truth, check_verifiers
+from reward.check import Truth, check_environments, check_verifiers
 
 MOST_TRIED = 10_000
 """Ground truths that an own verifier is tried on at most."""
@@ -27,6 +28,8 @@ class Inputs:
     model: HFModelConfig
     prompts: PromptSet
     heldout: PromptSet
+    rules: Rules = None
+    """Of episodes, where a prompt has an environment."""
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -44,7 +47,8 @@ def read_inputs(config: Config) -> Inputs:
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     thinking_limit(config.rollout, text)  # refused here, before a server starts
     prompts, heldout = read_problems(config, text)
-    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
+    rules = turn_rules(config, text, (*prompts.prompts, *heldout.prompts))
+    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout, rules=rules)
 
 
 def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet]:
@@ -83,10 +87,12 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
 
 
 def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[Prompt]) -> None:
-    """Whether every verifier that is named can be run here; `places`: who named it."""
-    truths = defaultdict[str, list[Truth]](list)
+    """Whether every verifier and every environment that is named can be run here; `places`: who named a verifier."""
+    truths, episodes = defaultdict[str, list[Truth]](list), defaultdict[str, list[Truth]](list)
     for prompt in prompts:
         places.setdefault(prompt.verifier, prompt.place)
-        if len(truths[prompt.verifier]) < MOST_TRIED:
-            truths[prompt.verifier].append((prompt.place, prompt.text, prompt.answer))
+        for tried in (truths[prompt.verifier], *([episodes[prompt.environment]] if prompt.environment else ())):
+            if len(tried) < MOST_TRIED:
+                tried.append((prompt.place, prompt.text, prompt.answer))
     check_verifiers(places, config.reward, truths)
+    check_environments(dict.fromkeys(episodes, "environment"), episodes)

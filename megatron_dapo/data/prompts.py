@@ -49,6 +49,10 @@ class Prompt:
     """Data source: what the row says, or else the file's name."""
     verifier: str
     """Name of the verifier that judges its responses."""
+    environment: str | None = None
+    """Name of the environment that answers its turns. None: there is one, which is judged."""
+    chat: bool = False
+    """Whether the tokenizer's chat template made `text`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +66,8 @@ class PromptSet:
     """`rows` read; of them `duplicates`, `broken`, `too_long`. `contradictions`: those of the duplicates whose ground
     truth is another than that of the row that was kept."""
     content_hash: str
-    """sha256 over the texts and answers in file order, and the weights where there are several files: equal files of
-    prompts have equal hashes."""
+    """sha256 over the texts, answers and environments in file order, and the weights where there are several files:
+    equal files of prompts have equal hashes."""
     ordered: str = "shuffled"
     """`data.order`."""
 
@@ -167,7 +171,8 @@ def read_prompts(
         spans.append(Span(name=file.name, start=start, count=count, weight=file.weight))
     digest = hashlib.sha256()
     for prompt in reading.prompts:
-        digest.update(json.dumps([prompt.text, prompt.answer]).encode())
+        environment = [] if prompt.environment is None else [prompt.environment]
+        digest.update(json.dumps([prompt.text, prompt.answer, *environment]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
     prompts, content_hash = tuple(reading.prompts), digest.hexdigest()
@@ -217,9 +222,9 @@ class _Reading:
                 raise DataError(
                     f"{place}: the tokenizer gives ids outside the model's vocabulary of {self._vocab_size}, or none"
                 )
-            self.prompts.append(
-                Prompt(text=text, answer=row.answer, ids=ids, place=place, source=row.source, verifier=verifier)
-            )
+            chat = self._config.template == "chat" or isinstance(raw, list)
+            about: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.environment}
+            self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, chat=chat, **about))
 
     def _is_copy(self, prompt: str, answer: str, answers: dict[str, str]) -> bool:
         if not self._config.deduplicate:

@@ -54,6 +54,8 @@ class PromptFile:
     weight: float = 1.0
     verifier: str | None = None
     """Verifier of the rows that name none."""
+    environment: str | None = None
+    """Of its rows."""
 
 
 SCHEMAS: dict[Schema, Columns] = {
@@ -67,12 +69,13 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
     """The file of `data.path`, or those of `data.mixture` in their order."""
     columns = resolve(data, SCHEMAS[data.schema])
     if data.path is not None:
-        return (_file(data.path, "data.path", columns),)
+        return (replace(_file(data.path, "data.path", columns), environment=data.environment),)
     return tuple(
         replace(
             _file(each.path, f"data.mixture.{number}", _columns(each, columns), each.name),
             weight=each.weight,
             verifier=each.verifier,
+            environment=each.environment or data.environment,
         )
         for number, each in enumerate(data.mixture)
     )
@@ -81,7 +84,10 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
 def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:
     """The file of `evaluation.path`, alone; none where it is not set."""
     columns = _columns(evaluation, resolve(data, SCHEMAS[data.schema]))
-    return (_file(evaluation.path, "evaluation.path", columns),) if evaluation.path else ()
+    if evaluation.path is None:
+        return ()
+    environment = evaluation.environment or data.environment
+    return (replace(_file(evaluation.path, "evaluation.path", columns), environment=environment),)
 
 
 def _columns(config: SourceConfig | EvaluationConfig, below: Columns) -> Columns:

@@ -12,14 +12,15 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
+from reward.environment import End, Observation, Step, Stepped, checked
 from reward.verdict import Deferred, Verdict, VerificationRequest
 
 LENGTH = struct.Struct(">Q")
 FRAME_LIMIT = 1 << 30
 """Bytes of the largest content that the pool reads."""
 
-Job = VerificationRequest | Deferred
-Result = Verdict | Deferred
+Job = VerificationRequest | Deferred | Step
+Result = Verdict | Deferred | Stepped
 Reply = Sequence[Result] | None
 READY = None
 """The reply without results: the worker serves, or has imported what an order needs."""
@@ -34,7 +35,7 @@ def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
     """The content of an order's frame: what a worker judges. The reply has one result for each job.
 
     Args:
-        alone: it is one job for a slow verifier or for algebra. A first reply, READY, comes once everything is
+        alone: it is one job for a slow verifier, an environment or algebra. A first reply, READY, comes once all is
             imported, so that the time limit does not pay for imports. Otherwise: requests for fast verifiers.
     """
     values = [_request_values(job) if isinstance(job, VerificationRequest) else job for job in jobs]
@@ -55,7 +56,7 @@ def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
     content: Any = None
     if reply is not READY:
-        content = [asdict(each) if isinstance(each, Deferred) else _verdict_values(each) for each in reply]
+        content = [_verdict_values(each) if isinstance(each, Verdict) else asdict(each) for each in reply]
     frame = json.dumps(content).encode("ascii")
     return LENGTH.pack(len(frame)) + frame
 
@@ -66,10 +67,18 @@ def decode_reply(content: bytes) -> Reply:
         results = json.loads(content)
         if results is None:
             return READY
-        return [Deferred(**each) if isinstance(each, dict) else _verdict(*each) for each in results]
-    except (TypeError, ValueError, RecursionError) as error:
+        return [_result(each) if isinstance(each, dict) else _verdict(*each) for each in results]
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a reply that is no result: {error}") from None
 
 
 def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, error: str | None) -> Verdict:
     return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)
+
+
+def _result(fields: dict[str, Any]) -> Deferred | Stepped:
+    if "answer" in fields:
+        return Deferred(**fields)
+    outcome = fields.pop("outcome")
+    made = None if outcome is None else Observation(**outcome) if "text" in outcome else End(**outcome)
+    return Stepped(outcome=checked(made), **fields)

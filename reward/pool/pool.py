@@ -19,11 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from reward.config import RewardConfig
+from reward.environment import Episode, Step, Stepped
 from reward.pool import remote
 from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
 from reward.registry import find, is_sum, weighted
-from reward.verdict import PoolError, Verdict, VerificationRequest
+from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
 
 T = TypeVar("T")
 
@@ -105,6 +106,23 @@ class RewardPool:
                 service.cancel()
         return [next(verdicts[queues[request.verifier]]) for request in requests]
 
+    async def step(self, environment: str, episode: Episode) -> Stepped:
+        """What the environment makes of the newest turn, under the limits of a slow verifier. Whatever it does, there
+        is an answer.
+
+        Raises:
+            PoolError: as `verify`.
+        """
+        if self._failure is not None:
+            raise self._failure
+        asked = asyncio.run_coroutine_threadsafe(self._alone(Step(environment, episode)), self._loop)
+        try:
+            stepped = await self._wait(asked)
+        finally:
+            asked.cancel()
+        assert isinstance(stepped, Stepped)
+        return stepped
+
     async def _verify_here(
         self, fast: list[VerificationRequest], slow: list[VerificationRequest]
     ) -> tuple[list[Verdict], list[Verdict]]:
@@ -121,7 +139,7 @@ class RewardPool:
                     judged = await self._wait(work.results)
                     results += judged
                 except WorkerLost:  # each request gets another attempt by itself
-                    results += work.jobs
+                    results += [job for job in work.jobs if isinstance(job, VerificationRequest)]
             verdicts = [result for result in results if isinstance(result, Verdict)]
             if len(verdicts) < len(results):
                 verdicts = await self._wait(self._each(self._settle, results))
@@ -260,8 +278,12 @@ class RewardPool:
 
         return asyncio.run_coroutine_threadsafe(judge_each(), self._loop)
 
-    async def _judge_alone(self, job: Job, *, last: bool = False) -> Verdict:
-        """The verdict of a worker that has nothing else to do meanwhile.
+    async def _judge_alone(self, job: VerificationRequest | Deferred, *, last: bool = False) -> Verdict:
+        """The verdict of a worker that has nothing else to do meanwhile."""
+        return await self._settle(await self._alone(job, last=last))
+
+    async def _alone(self, job: Job, *, last: bool = False) -> Result:
+        """The result of a worker that has nothing else to do meanwhile.
 
         If a worker is lost that had done earlier work, which may be to blame, the job gets a second and last attempt.
         """
@@ -269,11 +291,13 @@ class RewardPool:
             work = _Work([job])
             self._slow.put_nowait(work)
             (result,) = await asyncio.wrap_future(work.results)
+            return result
         except WorkerLost as lost:
             if lost.again and not last:
-                return await self._judge_alone(job, last=True)
+                return await self._alone(job, last=True)
+            if isinstance(job, Step):
+                return Stepped(seconds=lost.seconds, error=str(lost))
             return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
-        return await self._settle(result)
 
     async def _settle(self, result: Result | VerificationRequest) -> Verdict:
         """A verdict as it is; for a comparison the verdict of algebra; for a request another attempt by itself.
@@ -284,6 +308,7 @@ class RewardPool:
             return result
         if isinstance(result, VerificationRequest):
             return await self._judge_alone(result, last=True)
+        assert isinstance(result, Deferred)
         key = (result.answer, result.truth)
         comparison = self._comparisons.get(key)
         known = comparison is not None and comparison.verdict.done()

@@ -1,44 +1,59 @@
-"""Tries one verifier in a process of its own: `python -m reward.pool.trial NAME`, started by `reward.check`."""
+"""Tries one verifier or environment in a process of its own, started by `reward.check`: `python -m reward.pool.trial
+NAME KIND`."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reward.check import DONE, TRY_S, Truth
+from reward.environment import ENVIRONMENTS, Episode, NotAnOutcome, Turn, ask, load_environment
 from reward.registry import load, probe
 from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
 
-def _try(name: str, truths: Sequence[Truth]) -> None:
+def _tried(name: str, kind: str) -> Callable[[str, str], object]:
+    """What is asked of a prompt and a ground truth that stands for the response."""
+    if kind == "environment":
+        environment = load_environment(name)
+        return lambda prompt, truth: ask(environment, Episode(prompt, truth, (Turn(truth),)))
+    judge = load(name)
+    return lambda prompt, truth: judge(
+        VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+    )
+
+
+def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
     """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
-    judge, end = load(name), time.monotonic() + TRY_S
+    one, end = _tried(name, kind), time.monotonic() + TRY_S
     for place, prompt, truth in truths:
-        request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
         try:
-            judged: object = judge(request)
+            judged = one(prompt, truth)
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
-        except (NameError, ImportError) as error:
+        except (NameError, ImportError, NotAnOutcome) as error:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
         except Exception:
             continue
-        if not isinstance(judged, Judgement | Deferred | bool):
+        if kind == "verifier" and not isinstance(judged, Judgement | Deferred | bool):
             raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
         if time.monotonic() > end:
             break
 
 
 def main() -> None:
-    """Tries the verifier that the argument names on the `Truth`s of standard input. `DONE` is written once it can be
+    """Tries what the arguments name on the `Truth`s of standard input. `DONE` is written once it can be
     run; the exit code is 0 unless a ground truth is refused."""
     truths = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:
-        probe(sys.argv[1])
+        name, kind = sys.argv[1:3]
+        (probe if kind == "verifier" else load_environment)(name)
+        if name in ENVIRONMENTS:
+            probe("code")  # its sandbox
         os.write(1, DONE)
-        _try(sys.argv[1], truths)
+        _try(name, kind, truths)
     except VerifierError as error:
         sys.exit(str(error))
     sys.stdout.flush()

@@ -7,15 +7,19 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
+from reward.environment import Step, Stepped, ask, load_environment
 from reward.pool.messages import LENGTH, READY, Job, Reply, Result, decode_order, encode_reply
 from reward.registry import VERIFIERS, load
 from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
+_environments: dict[str, Any] = {}
+"""Those that are loaded, by name."""
 
 
 def main() -> None:
@@ -53,14 +57,15 @@ def _limit_memory(memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _imports(job: Job, verifiers: dict[str, Verifier]) -> bool:
+def _imports(job: Job, verifiers: dict[str, Any]) -> bool:
     """Imports what the job needs; whether that was anything. It does not count against the memory limit."""
     if isinstance(job, Deferred):
         return symbolic.prepare()
-    if job.verifier in verifiers:
+    name, known = (job.environment, _environments) if isinstance(job, Step) else (job.verifier, verifiers)
+    if name in known:
         return False
     with suppress(VerifierError):  # `judge` tries again, and says why not
-        verifiers[job.verifier] = load(job.verifier)
+        known[name] = load_environment(name) if isinstance(job, Step) else load(name)
     return True
 
 
@@ -69,16 +74,19 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
     judged: Judgement | Deferred | bool
     start = time.perf_counter()
     try:
+        if isinstance(job, Step):
+            outcome = ask(_environments.get(job.environment) or load_environment(job.environment), job.episode)
+            return Stepped(outcome=outcome, seconds=time.perf_counter() - start)
         if isinstance(job, Deferred):
             name, judged = "robust", robust.finish(job)
         else:
             name, judged = job.verifier, (verifiers.get(job.verifier) or load(job.verifier))(job)
     except MemoryError:
-        return _failure("memory", start)
+        return _failure(job, "memory", start)
     except VerifierError as error:
-        return _failure(str(error), start, Rule.UNJUDGED)
+        return _failure(job, str(error), start, Rule.UNJUDGED)
     except Exception as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
-        return _failure(f"{type(error).__name__}: {error}", start)
+        return _failure(job, f"{type(error).__name__}: {error}", start)
     seconds = time.perf_counter() - start
     if isinstance(judged, Judgement):
         return Verdict(accuracy=judged.accuracy, extracted=judged.extracted, rule=judged.rule, seconds=seconds)
@@ -86,11 +94,13 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
         return replace(judged, seconds=seconds)
     if isinstance(judged, bool):
         return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
+    return _failure(job, f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
 
 
-def _failure(reason: str, start: float, rule: str = "") -> Verdict:
+def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:
     seconds = time.perf_counter() - start
+    if isinstance(job, Step):
+        return Stepped(seconds=seconds, error=reason[:_ERROR_LIMIT], unjudged=rule == Rule.UNJUDGED)
     return Verdict(accuracy=False, extracted=None, rule=rule, seconds=seconds, error=reason[:_ERROR_LIMIT])
 
 

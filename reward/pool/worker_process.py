@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from reward.environment import Step, Stepped
 from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Job, Reply, Result, decode_reply, encode_order
-from reward.verdict import Verdict
+from reward.verdict import Deferred
 
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
@@ -102,7 +103,9 @@ class WorkerProcess:
                 results = await self._receive()
             if results is READY or len(results) != len(jobs):
                 raise ValueError("a reply that is no result")
-            if alone and isinstance(results[0], Verdict) and results[0].error == "memory":
+            if isinstance(jobs[0], Step) is not isinstance(results[0], Stepped):
+                raise ValueError("a reply to another question")
+            if alone and not isinstance(results[0], Deferred) and results[0].error == "memory":
                 raise MemoryError
             return results
         except MemoryError:

@@ -1,0 +1,198 @@
+"""What an environment is asked and what it answers: a function of the conversation, run in a process of the pool.
+
+    def guess(episode):
+        number, goal = int(episode.response), int(episode.ground_truth)
+        return End(accuracy=True) if number == goal else Observation("higher" if number < goal else "lower")
+
+It is called after each turn of the model, by any process, and again for the same turn where a run goes on: what it must
+remember is in the conversation, or in `state`. Nothing here is imported from outside the standard library.
+"""
+
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reward.named import check_name, load_named
+from reward.verdict import EXTRACTED_LIMIT, VerifierError
+
+STATE_LIMIT = 1 << 16
+"""Longest `state`, in characters of its JSON."""
+TEXT_LIMIT = 1 << 17
+"""Characters of an observation that leave the process; of a longer one the middle is left out. The limit in tokens is
+`rollout.max_observation_tokens`."""
+MESSAGE_LIMIT = 200
+"""Characters of an error that the model reads as `error: ...`."""
+ROLES = ("user", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One response of the model and what came back."""
+
+    response: str
+    observation: str = ""
+    """Empty for the newest turn."""
+    token_ids: tuple[int, ...] = ()
+    """What the model drew, its end of turn included."""
+    role: str = "user"
+    """Of the observation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A conversation so far: Episode(prompt="Guess a number.", ground_truth="7", turns=(Turn("5", "higher"),
+    Turn("8")))."""
+
+    prompt: str
+    """As the template made it."""
+    ground_truth: str
+    turns: tuple[Turn, ...]
+    """At least one; the last one has no observation yet."""
+    state: Any = None
+    """What the step before returned, as JSON holds it."""
+    last: bool = False
+    """Whether no further turn is possible: an observation then ends the episode as wrong."""
+
+    @property
+    def response(self) -> str:
+        """Text of the newest turn."""
+        return self.turns[-1].response
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as a chat list of {role, content}."""
+        said = [{"role": "user", "content": self.prompt}]
+        for turn in self.turns:
+            said.append({"role": "assistant", "content": turn.response})
+            said.append({"role": turn.role, "content": turn.observation})
+        return said[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The episode goes on: what the model reads next."""
+
+    text: str
+    state: Any = None
+    """JSON, at most `STATE_LIMIT` characters; the next step gets it back."""
+    reward: float = 0.0
+    """Of this turn; counts with `algorithm.turn_rewards`."""
+    role: str = "user"
+    """`tool` for the result of a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The episode is over."""
+
+    accuracy: bool
+    """The only thing that dynamic sampling reads."""
+    reward: float | None = None
+    """None: eq. 7 of the accuracy."""
+    extracted: str | None = None
+    rule: str = "environment"
+
+
+Outcome = Observation | End | None
+"""None: the episode is over, and the prompt's verifier judges the newest turn."""
+
+Environment = Callable[[Episode], Outcome | Awaitable[Outcome]]
+"""`def` or `async def`. Whatever it raises becomes an observation, but VerifierError, which stops the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A question to an environment, by its name."""
+
+    environment: str
+    episode: Episode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stepped:
+    """The answer. Stepped(outcome=Observation("higher"), seconds=1e-4)"""
+
+    outcome: Outcome = None
+    seconds: float
+    """Waiting in queues not counted."""
+    error: str | None = None
+    """Why there is no outcome: "timeout", "memory", "worker died (signal 9)", "ValueError: ..."."""
+    unjudged: bool = False
+    """Whether the fault is not the response's: the run must stop."""
+
+
+ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run"}
+"""Registered environments: name -> `module:function`."""
+
+
+def find_environment(name: str) -> str:
+    """`module:function` of a registered name, or of such a path. Raises VerifierError: it is neither."""
+    try:
+        return ENVIRONMENTS.get(check_name(name, ENVIRONMENTS), name)
+    except ValueError as error:
+        raise VerifierError(f"environment {name[:80]!r} is not known; {error}") from None
+
+
+def load_environment(name: str) -> Environment:
+    """Imports it. Raises VerifierError: unknown name, a module that cannot be imported, no such function in it."""
+    try:
+        return load_named(find_environment(name))
+    except ImportError as error:
+        raise VerifierError(f"environment {name!r}: {error}") from error
+
+
+def ask(environment: Environment, episode: Episode) -> Outcome:
+    """One step, an `async def` run to its end. Raises what the environment raises, and as `checked`."""
+    outcome = environment(episode)
+    if inspect.isawaitable(outcome):
+        import asyncio  # a tenth of a second, which few environments need
+
+        outcome = asyncio.run(_result(outcome))
+    return checked(outcome)
+
+
+async def _result(outcome: Awaitable[Outcome]) -> Outcome:
+    return await outcome
+
+
+class NotAnOutcome(ValueError):
+    """What an environment returned cannot be used."""
+
+
+def checked(outcome: object) -> Outcome:
+    """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome."""
+    reward = getattr(outcome, "reward", None)
+    if reward is None or (type(reward) in (int, float) and math.isfinite(reward)):
+        match outcome:
+            case None:
+                return None
+            case End(accuracy=bool(), extracted=None | str() as text, rule=str()):
+                return replace(outcome, extracted=None if text is None else _sendable(text[:EXTRACTED_LIMIT]))
+            case Observation(text=str(text), state=state, role="user" | "tool") if reward is not None:
+                try:
+                    length = len(json.dumps(state, allow_nan=False))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise NotAnOutcome(f"JSON cannot hold the state: {error}") from None
+                if length > STATE_LIMIT:
+                    raise NotAnOutcome(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
+                return replace(outcome, text=_sendable(shortened(text, TEXT_LIMIT)))
+    raise NotAnOutcome(
+        f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, finite reward, role user or "
+        "tool), no End (accuracy True or False, finite reward) and not None"
+    )
+
+
+def shortened(text: str, characters: int) -> str:
+    """The text, or its beginning and end with a mark between that says how much was left out."""
+    if len(text) <= characters:
+        return text
+    mark = f"\n[... {len(text) - characters} characters left out ...]\n"
+    kept = max(characters - len(mark), 0)
+    return text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :]
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
