@@ -18,7 +18,6 @@ from megatron_dapo.cli.diff import diff
 from megatron_dapo.cli.doctor import doctor
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
-from megatron_dapo.cli.replay import replay
 from megatron_dapo.cli.slurm import slurm
 from megatron_dapo.cli.status import status
 
@@ -80,7 +79,6 @@ def report(
 app.command()(slurm)
 app.command()(certify)
 app.command()(bisect)
-app.command()(replay)
 
 
 @app.command()

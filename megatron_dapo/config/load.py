@@ -71,6 +71,8 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         _override(tree, lines, override)
     of_a_run = Path(path).with_name("ledger.jsonl").exists()
     _unquoted_off(tree)
+    if of_a_run and isinstance(tree.get("run"), dict):
+        tree["run"].pop("save_batches", None)  # a key that earlier runs have stored
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))

@@ -52,10 +52,6 @@ class RunConfig:
     """Write checkpoints while the run goes on. The step waits only for a copy in host memory. The run waits for the
     whole checkpoint where free host memory is less than twice the copies, and for the last one."""
 
-    save_batches: bool = False
-    """Keep the batch of each step in `<dir>/batches` for `megatron-dapo replay`, as long as a checkpoint before it is
-    kept. About 12 bytes a token."""
-
     export_at_end: bool = True
     """Write the trained model in Hugging Face format to `<dir>/model` when the run ends."""
 

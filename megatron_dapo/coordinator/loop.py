@@ -28,7 +28,6 @@ from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import step_metrics, write_records
 from megatron_dapo.experience.generator import BatchCounter
 from megatron_dapo.monitor.timeline import StepTimer
-from megatron_dapo.storage.group_files import save_batch
 
 
 async def train(context: RunContext, progress: Progress) -> Progress:
@@ -77,8 +76,6 @@ async def learn(
 ) -> tuple[Progress, dict[str, float | int]]:
     """All optimizer steps of one batch, the servers on the new weights, the step's checkpoint and its metrics."""
     run, step, version = context.config.run, progress.rollout_step + 1, progress.weight_version + 1
-    if run.save_batches:
-        save_batch(context.run_dir, step, batch.admission.kept, batch.arrays.advantages)
     weight, coefficient = _entropy_weight(context, progress, batch)
     updates, correction = await update_actor(context, batch, step, weight, timer)
     reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)

@@ -1,12 +1,11 @@
 """Groups of responses as two files, `NAME.json` and `NAME.npz`: without pickle, equal in every bit, damage is noticed.
 
 The JSON file is one line and its SHA-256; the line holds the SHA-256 of the file of arrays. A checkpoint holds its
-carried groups so; and with `run.save_batches` each step its batch, which `megatron-dapo replay` computes again.
+carried groups so.
 """
 
 import hashlib
 import json
-import shutil
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.experience.groups import EarlierTurn, ScoredGroup, ScoredResponse
-from megatron_dapo.storage.durable import replace_folder, sync_file
-from megatron_dapo.storage.run_dir import RunDir
+from megatron_dapo.storage.durable import sync_file
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 
@@ -140,30 +138,3 @@ def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray]) -> ScoredResp
     kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry.get("earlier", ()))
     kept["state"] = entry.get("state")
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)
-
-
-def save_batch(run_dir: RunDir, step: int, groups: Sequence[ScoredGroup], advantages: np.ndarray) -> None:
-    """Keep the groups that rollout step `step` trains on, and drop batches from before the oldest checkpoint. Step 1's
-    stays: it starts from the model that the run was begun with.
-
-    Whole or not at all: a resumed run writes a step anew while the batch of its first time is still there.
-
-    Args:
-        advantages: float32 [R], as the step uses them.
-    """
-    folder = batch_folder(run_dir.path, step)
-    for left in folder.parent.glob(".step_*"):  # of a save that was killed
-        shutil.rmtree(left)
-    aside = folder.with_name(f".{folder.name}.tmp")
-    aside.mkdir(parents=True)
-    save_groups(aside, "batch", groups, {"advantages": advantages.tolist()})
-    replace_folder(aside, folder, durable=True)
-    kept = run_dir.checkpoints()
-    for old in folder.parent.glob("step_*"):
-        if kept and 1 < int(old.name.removeprefix("step_")) <= kept[0].step:
-            shutil.rmtree(old)
-
-
-def batch_folder(run_path: Path, step: int) -> Path:
-    """Of rollout step `step`."""
-    return run_path / "batches" / f"step_{step}"

@@ -13,11 +13,9 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from rollout.cpu.shared_prompts import SharedPrompts
 
 QUERY_STEP = 16
 SHORTEST_KEYS = 64
@@ -82,23 +80,13 @@ class BatchedAttention(TorchNativeAttnBackend):
         self.groups: list[Group] = []
         self.key_width = max((layer.tp_k_head_num * layer.qk_head_dim for layer in layers), default=1)
         """Elements of a token's keys in one layer."""
-        args = model_runner.server_args
-        # A token's numbers depend on ids alone, in one forward on one process.
-        self.shared = SharedPrompts(model_runner.model, wanted=args.pp_size == 1 and not args.enable_lora)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plans the forward: indices and masks are the same in every layer."""
         mode, on_host = forward_batch.forward_mode, forward_batch.seq_lens_cpu
         lengths = (forward_batch.seq_lens if on_host is None else on_host).tolist()
         new = [1] * len(lengths) if mode.is_decode() else list(forward_batch.extend_seq_lens_cpu or ())
-        requests, self.shared.now = forward_batch.req_pool_indices, None
-        by_ids = forward_batch.input_embeds is None and forward_batch.replace_embeds is None
-        if mode is ForwardMode.EXTEND and by_ids:
-            sharing = self.shared.begin(forward_batch.input_ids, forward_batch.extend_prefix_lens_cpu or (), new)
-            if sharing is not None:
-                requests = requests[torch.tensor(sharing.requests)]
-                lengths, new = ([values[i] for i in sharing.requests] for values in (lengths, new))
-        self.groups = self._plan(requests, lengths, new)
+        self.groups = self._plan(forward_batch.req_pool_indices, lengths, new)
 
     def _plan(self, requests: Tensor, lengths: list[int], new: list[int]) -> list[Group]:
         """`requests`: [n] rows of the table of slots."""
@@ -138,8 +126,6 @@ class BatchedAttention(TorchNativeAttnBackend):
         """[T, H * D] -> [T, H * D]: prompts, or the part of them that is not cached; in decode, one token a request."""
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            if self.shared.now is not None:
-                k, v = k[self.shared.now.places], v[self.shared.now.places]
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)

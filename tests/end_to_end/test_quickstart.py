@@ -28,7 +28,6 @@ STEPS = 3
 SMALL = (
     f"run.rollout_steps={STEPS}",
     "run.checkpoint_every=1",
-    "run.save_batches=true",
     "algorithm.prompts_per_step=6",
     "algorithm.mini_batch_responses=16",
     "evaluation.limit=12",
@@ -147,27 +146,6 @@ def test_the_exported_model_is_new_and_loads(whole):
 def weights(folder: Path) -> dict[str, bytes]:
     with safe_open(folder / "model.safetensors", framework="np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
-
-
-def test_a_step_comes_out_the_same_when_it_is_replayed_and_a_changed_record_is_found(whole, tmp_path):
-    def replayed(run_dir: Path, step: int):
-        return Running("replay", str(run_dir), f"--step={step}", log=tmp_path / "out.txt").finish(200)
-
-    before = replayed(whole, STEPS - 1)  # run.keep_checkpoints is 2: the one before it is gone
-    assert before.code == ExitCode.CONFIG
-    assert "starts from the checkpoint before it" in before.output
-
-    other = shutil.copytree(whole, tmp_path / "other", ignore=shutil.ignore_patterns(".lock"))
-    *first, last = lines(other)
-    true = last["loss"]
-    last["loss"] += 1e-9
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*first, last)))
-    again = replayed(other, STEPS)
-    assert again.code == ExitCode.INEXACT, again.output
-    assert again.left_behind == ()
-    (loss,) = [line.split() for line in again.output.splitlines() if line.startswith("loss ")]
-    assert [float(loss[1]), float(loss[2])] == [last["loss"], true], "computed again it is what the run computed"
-    assert again.output.count(" 0.0e+00\n") == 2, "gradient norm and advantages too"
 
 
 def test_a_run_that_is_killed_and_then_loses_a_rank_ends_with_the_same_weights_bit_for_bit(whole, tmp_path):

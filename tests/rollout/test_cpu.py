@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rollout.cpu import SWITCH, plugin
-from rollout.cpu.shared_prompts import KNOWN, SharedPrompts, find_sharing
 
 MASK = 0xFFFFFFFF
 
@@ -271,44 +270,3 @@ assert type(backend_for(runner())) is BatchedAttention
 print(dict(attention.group_requests([64, 65, 3, 500, 40], [1, 1, 1, 1, 17], 512)))
 print(worst)
 """
-
-
-def test_a_prompt_of_several_requests_is_computed_once() -> None:
-    a, b = [5, 6, 7], [5, 6]
-    sharing = find_sharing(torch.tensor(a + b + a + a + b), [0, 0, 0, 2, 0], [3, 2, 3, 3, 2])
-    assert sharing is not None
-    assert sharing.requests == [0, 1, 3]  # the one with a cached beginning stands elsewhere in its context
-    assert sharing.rows.tolist() == [0, 1, 2, 3, 4, 8, 9, 10]
-    assert sharing.places.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 3, 4]
-    assert find_sharing(torch.tensor(a + b), [0, 0], [3, 2]) is None
-
-
-class Layers(torch.nn.Module):
-    """Counts the rows that it computes."""
-
-    rows = 0
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: object) -> torch.Tensor:
-        self.rows = len(input_ids)
-        return torch.stack([input_ids, positions], 1)
-
-
-def test_layers_see_shared_prompts_once_and_every_request_gets_its_rows() -> None:
-    model = type(KNOWN[0], (torch.nn.Module,), {})()
-    model.model = Layers()
-    shared = SharedPrompts(model)
-    ids, positions = torch.tensor([5, 6, 9, 5, 6]), torch.tensor([0, 1, 0, 0, 1])
-    assert shared.begin(ids, [0, 0, 0], [2, 1, 2]) is not None
-    hidden = model.model(ids, positions, None)
-    assert model.model.rows == 3
-    assert torch.equal(hidden, torch.stack([ids, positions], 1))
-    assert torch.equal(model.model(ids, positions, None), hidden)  # a forward without a plan
-    assert model.model.rows == 5
-    assert shared.begin(ids[:4], [0, 0, 0], [2, 1, 2]) is None  # not as many tokens as requests say
-    assert shared.begin(ids, [0, 0, 0], [2, 1, 2]) is not None
-    with pytest.raises(RuntimeError, match="4 tokens, but 5 were planned"):
-        model.model(ids[:4], positions[:4], None)
-    other = torch.nn.Module()
-    other.model = Layers()
-    assert SharedPrompts(other).begin(ids, [0, 0, 0], [2, 1, 2]) is None  # of a kind that is not known
-    assert SharedPrompts(model, wanted=False).begin(ids, [0, 0, 0], [2, 1, 2]) is None
