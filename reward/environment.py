@@ -66,10 +66,8 @@ class Episode:
         """The conversation as a chat list of {role, content}."""
         said = [{"role": "user", "content": self.prompt}]
         for turn in self.turns:
-            said += [
-                {"role": "assistant", "content": turn.response},
-                {"role": turn.role, "content": turn.observation},
-            ]
+            said.append({"role": "assistant", "content": turn.response})
+            said.append({"role": turn.role, "content": turn.observation})
         return said[:-1]
 
 
@@ -147,16 +145,17 @@ def load_environment(name: str) -> Environment:
 
 
 def ask(environment: Environment, episode: Episode) -> Outcome:
-    """One step, an `async def` run to its end. Raises what the environment raises, and NotAnOutcome."""
+    """One step, an `async def` run to its end. Raises what the environment raises, and as `checked`."""
     outcome = environment(episode)
     if inspect.isawaitable(outcome):
         import asyncio  # a tenth of a second, which few environments need
 
-        async def result() -> Outcome:
-            return await outcome
-
-        return checked(asyncio.run(result()))
+        outcome = asyncio.run(_result(outcome))
     return checked(outcome)
+
+
+async def _result(outcome: Awaitable[Outcome]) -> Outcome:
+    return await outcome
 
 
 class NotAnOutcome(ValueError):
@@ -164,26 +163,26 @@ class NotAnOutcome(ValueError):
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome."""
-    match outcome:
-        case None:
-            return None
-        case Observation(text=str(text), state=state, reward=reward, role=role) if role in ROLES and _finite(reward):
-            try:
-                length = len(json.dumps(state, allow_nan=False))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise NotAnOutcome(f"the state cannot be written as JSON: {error}") from None
-            if length > STATE_LIMIT:
-                raise NotAnOutcome(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
-            return replace(outcome, text=_sendable(shortened(text, TEXT_LIMIT)), reward=float(reward))
-        case End(accuracy=bool(), reward=reward, extracted=None | str() as text, rule=str(rule)) if (
-            reward is None or _finite(reward)
-        ):
-            text = None if text is None else _sendable(text[:EXTRACTED_LIMIT])
-            return replace(outcome, extracted=text, rule=_sendable(rule[:EXTRACTED_LIMIT]))
+    """The outcome in a form that can be sent: no text too long or with half characters.
+
+    Raises:
+        NotAnOutcome: it is none.
+        TypeError, ValueError: JSON cannot hold the state.
+    """
+    reward = getattr(outcome, "reward", None)
+    if reward is None or (type(reward) in (int, float) and math.isfinite(reward)):
+        match outcome:
+            case None:
+                return None
+            case End(accuracy=bool(), extracted=None | str() as text, rule=str()):
+                return replace(outcome, extracted=None if text is None else _sendable(text[:EXTRACTED_LIMIT]))
+            case Observation(text=str(text), state=state, role="user" | "tool") if reward is not None:
+                if len(json.dumps(state, allow_nan=False)) > STATE_LIMIT:
+                    raise NotAnOutcome(f"the state has more than {STATE_LIMIT} characters of JSON")
+                return replace(outcome, text=_sendable(shortened(text, TEXT_LIMIT)))
     raise NotAnOutcome(
-        f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, finite reward, role "
-        f"{' or '.join(ROLES)}), no End (accuracy True or False, finite reward) and not None"
+        f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, finite reward, role user or "
+        "tool), no End (accuracy True or False, finite reward) and not None"
     )
 
 
@@ -194,10 +193,6 @@ def shortened(text: str, characters: int) -> str:
     mark = f"\n[... {len(text) - characters} characters left out ...]\n"
     kept = max(characters - len(mark), 0)
     return text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :]
-
-
-def _finite(reward: object) -> bool:
-    return isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
 
 
 def _sendable(text: str) -> str:

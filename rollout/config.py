@@ -55,6 +55,16 @@ class RolloutConfig:
     """A response with this text in its first `thinking_budget` tokens has ended its thinking by itself. None:
     `thinking_end` without the space around it."""
 
+    max_turns: PositiveInt = 8
+    """Of an episode (docs/environments.md): after so many responses the environment must end it. `max_new_tokens` is
+    then the limit for all of them together."""
+
+    max_observation_tokens: PositiveInt = 512
+    """What an environment gives between two turns, with the text around it; a longer observation loses its middle."""
+
+    turn_end: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Texts that end a turn besides the end-of-text tokens, as `</tool_call>`; each must be one token."""
+
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones."""
 

@@ -4,9 +4,10 @@ Legend of shapes: P prompt tokens, T response tokens: those that the model drew;
 those that were given to it in between.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -133,3 +134,31 @@ class Generation:
         """int32 [T]: `token_ids` without those that were given."""
         given = [np.arange(first, first + tokens) for first, tokens in self.given]
         return np.delete(self.token_ids, np.concatenate(given)) if given else self.token_ids
+
+    def followed_by(self, rest: "Generation", given: Sequence[int] = ()) -> "Generation":
+        """This, then `given` (K ids, not drawn), then the rest, which decides how it ends."""
+        at, behind = self.token_ids.size, self.token_ids.size + len(given)
+        runs = ((at, len(given)),) if given else ()
+        return Generation(
+            request_id=self.request_id,
+            token_ids=np.concatenate([self.token_ids, np.array(given, np.int32), rest.token_ids]),
+            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
+            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
+            finish_reason=rest.finish_reason,
+            given=(*self.given, *runs, *((first + behind, tokens) for first, tokens in rest.given)),
+        )
+
+    def cut(self, at: int) -> tuple["Generation", "Generation"]:
+        """The tokens before place `at`, the end of the last run that was given, and those behind it."""
+        drawn = self.drawn - (self.token_ids.size - at)
+        places = {"token_ids": at, "log_probs": drawn, "weight_versions": drawn}
+        before = {name: getattr(self, name)[:place] for name, place in places.items()}
+        behind = {name: getattr(self, name)[place:] for name, place in places.items()}
+        return replace(self, **before), replace(self, **behind, given=())
+
+
+def nothing_drawn(request_id: str) -> Generation:
+    """A response before its first token."""
+    nothing = np.zeros(0, np.int32)
+    drawn: dict[str, Any] = {"token_ids": nothing, "log_probs": np.zeros(0, np.float32), "weight_versions": nothing}
+    return Generation(request_id=request_id, finish_reason=FinishReason.ABORT, **drawn)

@@ -204,6 +204,9 @@ class AlgorithmConfig:
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of an entropy bonus; 0 in DAPO."""
 
+    turn_rewards: bool = False
+    """Add the rewards that an environment gave single turns to the reward of the episode."""
+
     advantage: AdvantageConfig = AdvantageConfig()
     clip: ClipConfig = ClipConfig()
     overlong: OverlongConfig = OverlongConfig()

@@ -37,10 +37,6 @@ class ColumnsConfig:
     """What answers each turn of the model until it ends the episode, as `module:function` (docs/environments.md). None:
     as in section `data`; there: a prompt has one answer."""
 
-    environment_key: Text | None = None
-    """Column that names the row's environment, one that the config names too; an empty cell leaves it to the
-    config. None: no such column."""
-
     instruction: Text | None = None
     """Text put behind each prompt (of a chat list: behind its last turn), as `End with a line {form}`; `{form}` becomes
     what the row's verifier reads: `#### ANSWER` for `robust:#### {answer}`. None: nothing is added."""
@@ -81,6 +77,10 @@ class DataConfig(ColumnsConfig):
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] | Literal["chat", "plain"] = "chat"
     """`chat`: the tokenizer's chat template. `plain`: the prompt as it is. Else a text that holds `{prompt}`."""
+
+    observation_template: Annotated[str, Field(pattern=r"\{observation\}")] | None = None
+    """What follows a turn of the model, from its end to the beginning of the next turn: a text that holds
+    `{observation}`. None: what the chat template says, or the observation alone where a prompt went through none."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are handled by `too_long`. Counted after the template. None: what `model.context_length` leaves

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 
 import yaml
@@ -43,7 +44,19 @@ class Config:
     @property
     def longest_prompt(self) -> int:
         """Tokens of a prompt, at most."""
-        return self.data.max_prompt_tokens or self.model.context_length - self.rollout.longest_continuation
+        return self.data.max_prompt_tokens or self.model.context_length - self.longest_continuation
+
+    @property
+    def longest_continuation(self) -> int:
+        """Tokens behind a prompt, at most, with those that an environment gives."""
+        rollout = self.rollout
+        given = (rollout.max_turns - 1) * rollout.max_observation_tokens if self.has_environments else 0
+        return rollout.longest_continuation + given
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether a prompt may have several turns."""
+        return any(each.environment is not None for each in (self.data, *self.data.mixture, self.evaluation))
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -106,9 +119,10 @@ def _of_algorithm(config: Config) -> Iterator[str]:
 
 def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    longest, given = (config.data.max_prompt_tokens or 1) + rollout.longest_continuation, config.model.context_length
+    longest, given = (config.data.max_prompt_tokens or 1) + config.longest_continuation, config.model.context_length
     if longest > given:
         phrase = "" if rollout.thinking_end is None else " and thinking_end, at most a token a byte,"
+        phrase = " and max_observation_tokens between max_turns turns" if config.has_environments else phrase
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
             f"{rollout.longest_response}{phrase}, {longest} tokens together; raise it or lower that"
@@ -123,6 +137,12 @@ def _of_data(config: Config) -> Iterator[str]:
                 f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
                 "prompt in 1e9; raise it or leave the file out"
             )
+    if not config.has_environments:
+        for key in ("data.observation_template", "rollout.turn_end", "algorithm.turn_rewards"):
+            if value := attrgetter(key)(config):
+                yield f"{key} = {value}: no prompt has several turns; set data.environment too, or leave it out"
+    elif (budget := rollout.thinking_budget) is not None:
+        yield f"rollout.thinking_budget = {budget}: is for one answer, not for turns (data.environment); set it to null"
     if config.evaluation.every and config.evaluation.path is None:
         yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"
     remote, step_deadline = config.reward.remote, config.run.step_deadline_s

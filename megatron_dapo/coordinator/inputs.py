@@ -11,6 +11,7 @@ from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
+from megatron_dapo.experience.observations import TurnRules, turn_rules
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
@@ -27,6 +28,8 @@ class Inputs:
     model: HFModelConfig
     prompts: PromptSet
     heldout: PromptSet
+    rules: TurnRules | None = None
+    """Of episodes, where a prompt has an environment."""
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -44,7 +47,8 @@ def read_inputs(config: Config) -> Inputs:
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     thinking_limit(config.rollout, text)  # refused here, before a server starts
     prompts, heldout = read_problems(config, text)
-    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout)
+    rules = turn_rules(config, text, (*prompts.prompts, *heldout.prompts))
+    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout, rules=rules)
 
 
 def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet]:

@@ -25,6 +25,8 @@ KEPT = (
     *("run.seed", "data.order", "algorithm.group_size", "model.path"),
     *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
     *("rollout.thinking_budget", "rollout.thinking_end", "rollout.thinking_mark"),
+    *("data.environment", "data.observation_template"),
+    *("rollout.max_turns", "rollout.max_observation_tokens", "rollout.turn_end"),
 )
 """Keys that the ledger and the carried groups rest on."""
 

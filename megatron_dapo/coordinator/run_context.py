@@ -127,7 +127,7 @@ async def start_run(run: RunBase) -> RunContext:
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
     bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
     bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
-    responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder)
+    responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder, rules=inputs.rules)
 
     thinking = thinking_limit(config.rollout, inputs.text)
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,8 @@ def step_metrics(
     metrics |= _response_metrics(admission.judged)
     if config.rollout.thinking_budget is not None:
         metrics["interrupted_fraction"] = _mean(admission.judged, lambda response: response.interrupted)
+    if config.has_environments:
+        metrics |= _episode_metrics(admission.judged)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
     metrics |= update_metrics(updates)
     if correction is not None:
@@ -148,6 +151,7 @@ def write_samples(
                 "answer": prompt.answer,
                 "verifier": prompt.verifier,
                 "response": response.text,
+                **({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {}),
                 "accuracy": response.accuracy,
                 "extracted": response.verdict.extracted,
                 "rule": response.verdict.rule,
@@ -193,7 +197,16 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
         **disagreement,
         "repetition": _repetition(groups),
         "truncated_fraction": _mean(groups, lambda response: response.truncated),
-        **reflection_metrics([response.text for response in responses], [response.accuracy for response in responses]),
+        **reflection_metrics([response.said for response in responses], [response.accuracy for response in responses]),
+    }
+
+
+def _episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
+    return {
+        "episode/turns": _mean(groups, lambda response: 1 + len(response.earlier)),
+        "episode/observation_tokens": _mean(groups, lambda response: sum(n for _, n in response.generation.given)),
+        "episode/turn_reward": _mean(groups, lambda response: sum(turn.reward for turn in response.earlier)),
+        "episode/errors": _mean(groups, lambda response: sum(turn.error is not None for turn in response.earlier)),
     }
 
 
@@ -248,7 +261,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
 
 
 def _repetition(groups: Sequence[ScoredGroup]) -> float:
-    first = [group.responses[0].generation.token_ids for group in groups]
+    first = [group.responses[0].generation.drawn_ids for group in groups]
     before = np.cumsum([0, *map(len, first[:-1])])
     return float(np.mean([repeated_share(ids) for ids in first[: int((before < REPETITION_TOKENS).sum())]]))
 

@@ -16,7 +16,6 @@ from megatron_dapo.data.prompt_files import DataError, raw_rows
 from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
-from reward.environment import ENVIRONMENTS
 from reward.named import load_named
 from reward.registry import find_named_by_data, stated_form
 from reward.verdict import VerifierError
@@ -52,6 +51,8 @@ class Prompt:
     """Name of the verifier that judges its responses."""
     environment: str | None = None
     """Name of the environment that answers its turns. None: there is one, which is judged."""
+    chat: bool = False
+    """Whether the tokenizer's chat template made `text`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +116,6 @@ class VerifierChoice:
         self._reward = reward
         self._named = {reward.verifier, *reward.by_source.values()}
         self._named |= {file.verifier for file in files if file.verifier is not None}
-        self._environments = {*ENVIRONMENTS, *(file.environment for file in files if file.environment is not None)}
         self._sources: set[str] = set()
 
     def of(self, row: Row, file: PromptFile, place: str) -> str:
@@ -138,15 +138,6 @@ class VerifierChoice:
         except VerifierError as error:
             raise DataError(f"{place}: {error}") from None
         return name
-
-    def environment_of(self, row: Row, file: PromptFile, place: str) -> str | None:
-        """The environment's name. Raises ConfigError: the row names one that the config does not."""
-        if row.environment is not None and row.environment not in self._environments:
-            raise ConfigError(
-                f"{place} ({file.columns.environment_key}): environment {row.environment[:80]!r}: a data file may not "
-                f"choose code to run; name it in the config too. {nearest(row.environment, self._environments)}"
-            )
-        return row.environment or file.environment
 
     def unread_sources(self) -> str | None:
         """What is wrong with `reward.by_source`: a source that no row has; None if nothing is."""
@@ -208,7 +199,6 @@ class _Reading:
             try:
                 row = parse_row(record, file, place)
                 verifier = self._choice.of(row, file, place)
-                environment = self._choice.environment_of(row, file, place)
             except DataError as error:
                 if self._config.broken_rows == "stop":
                     raise DataError(f"{error}; data.broken_rows=skip leaves such rows out") from None
@@ -231,8 +221,9 @@ class _Reading:
                 raise DataError(
                     f"{place}: the tokenizer gives ids outside the model's vocabulary of {self._vocab_size}, or none"
                 )
-            judged = {"source": row.source, "verifier": verifier, "environment": environment}
-            self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, **judged))
+            chat = self._config.template == "chat" or isinstance(raw, list)
+            about: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.environment}
+            self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, chat=chat, **about))
 
     def _is_copy(self, prompt: str, answer: str, answers: dict[str, str]) -> bool:
         if not self._config.deduplicate:

@@ -27,8 +27,6 @@ class Row:
     source: str
     verifier: str | None
     """Verifier that the row itself names."""
-    environment: str | None = None
-    """Environment that the row itself names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +38,6 @@ class Columns:
     answer_after: str | None = None
     source_key: str | None = None
     verifier_key: str | None = None
-    environment_key: str | None = None
     instruction: str | None = None
 
 
@@ -58,7 +55,7 @@ class PromptFile:
     verifier: str | None = None
     """Verifier of the rows that name none."""
     environment: str | None = None
-    """Environment of the rows that name none."""
+    """Of its rows."""
 
 
 SCHEMAS: dict[Schema, Columns] = {
@@ -123,8 +120,9 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
     answer, structured = _answer(record, columns, place)
     source = file.name if columns.source_key is None else _text(record, columns.source_key, "source_key", place)
-    verifier = _named(record, columns.verifier_key, "verifier_key", place)
-    environment = _named(record, columns.environment_key, "environment_key", place)
+    verifier = None
+    if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
+        verifier = _text(record, columns.verifier_key, "verifier_key", place)
     prompt = _prompt(record, columns, place)
     try:
         json.dumps([prompt, answer, source], ensure_ascii=False).encode()
@@ -132,14 +130,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         raise DataError(
             f"{place}: holds {error.object[error.start]!a}, half a character (a lone surrogate); fix the text"
         ) from None
-    named = {"source": source, "verifier": verifier, "environment": environment}
-    return Row(prompt=prompt, answer=answer, structured=structured, **named)
-
-
-def _named(record: Any, key: str | None, setting: str, place: str) -> str | None:
-    """What an optional column names; an empty cell names nothing."""
-    empty = key is None or _column(record, key, setting, place) is None
-    return None if key is None or empty else _text(record, key, setting, place)
+    return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
 
 
 def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:

@@ -24,6 +24,7 @@ from megatron_dapo.diagnostics.response_log import EvaluationError, ResponseLog,
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint, snapshot, versions
 from megatron_dapo.experience.evaluation import RESULT, Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
+from megatron_dapo.experience.observations import turn_rules
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.report.liveness import liveness, lock_holder
 from reward.pool.pool import RewardPool
@@ -45,11 +46,12 @@ async def evaluation_session(
     """
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     heldout = read_heldout(config, text)
+    rules = turn_rules(config, text, heldout.prompts)
     report(f"held-out problems: {heldout.summary()}")
     waits = Waits()
     with closing(RewardPool(config.reward)) as pool:
         async with local_fleet(config, folder, waits, vocab_size=text.vocab_size, report=report) as fleet:
-            responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder)
+            responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules)
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=folder)
             yield EvaluationSession(config, evaluator, fleet, waits, report)
 
@@ -104,7 +106,7 @@ class EvaluationSession:
             return write_results(out, self.evaluator.prompts, answers, about)
 
     def _settings(self, weights: dict[str, Any]) -> dict[str, Any]:
-        config = self.config
+        config, rules = self.config, self.evaluator.rules
         return {
             "weights": weights,
             "temperature": config.evaluation.temperature,
@@ -114,6 +116,8 @@ class EvaluationSession:
             "stop_token_ids": list(self.evaluator.stop_token_ids),
             "seed": config.run.seed if config.rollout.deterministic else None,
             "verifiers": sorted({prompt.verifier for prompt in self.evaluator.prompts}),
+            "turns": rules and [rules.max_turns, rules.max_tokens, rules.end_ids, sorted(rules.between.values())],
+            "environments": rules and sorted({each.environment or "" for each in self.evaluator.prompts}),
         }
 
     def _recorder(self, log: ResponseLog, missing: int) -> Callable[[AnswerKey, Answer], None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dapo.experience.evaluation import Answer, AnswerKey
+from megatron_dapo.experience.groups import EarlierTurn
 from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file
 
 SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
@@ -30,6 +31,8 @@ class ResponseLog:
         """One more; with the system before this returns, so that the death of this process cannot lose it."""
         mode, problem, sample = key
         line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
+        if not answer.earlier:
+            del line["earlier"]
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self.known[key] = answer
@@ -104,7 +107,8 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
         try:
             line = json.loads(text)
             key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
-            known[key] = Answer(**line | {"versions": tuple(line["versions"])})
+            earlier = tuple(EarlierTurn(**turn) for turn in line.get("earlier", ()))
+            known[key] = Answer(**line | {"versions": tuple(line["versions"]), "earlier": earlier})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluationError(
                 f"{path}:{number}: no response of an evaluation ({error!r}); remove the line, it will be asked for "

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import TextTools
+from megatron_dapo.experience.episodes import Play
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
+from megatron_dapo.experience.groups import EarlierTurn
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.statistics import (
@@ -68,6 +71,8 @@ class Answer:
     """Why there is no verdict, if there is none; it then counts as wrong."""
     versions: tuple[int, int]
     """Oldest and newest version of the weights that wrote a token of it."""
+    earlier: tuple[EarlierTurn, ...] = ()
+    """Turns before the one that `text` has."""
 
 
 ProblemAnswers = Sequence[Sequence[Answer]]
@@ -98,6 +103,7 @@ class Evaluator:
         # Of a weighted sum the accuracy alone: no other reward is read.
         self.prompts: Sequence[Prompt] = [replace(each, verifier=weighted(each.verifier)[0][1]) for each in asked]
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
+        self.rules = responder.rules
         self._answered = 0
         self.stop_token_ids = text.stop_token_ids
         limit, thinking = config.rollout.longest_response, thinking_limit(config.rollout, text)
@@ -178,31 +184,32 @@ class Evaluator:
             sampling=sampling,
             seed=response_seed(self._seed, -1 - at, sample),
         )
-        parts = await self._generate(place, request, forbid)
-        ids = np.concatenate([part.token_ids for part in parts])
-        versions = np.concatenate([part.weight_versions for part in parts])
-        (judged,), (verdict,) = await self._responder.judge(place, prompt, [ids])
+        play = Play.of(prompt, request, self.rules)
+        await self._responder.play(place, play, partial(self._generate, forbid))
+        (judged,), (verdict,) = await self._responder.judge(place, prompt, [play])
+        versions = play.generation(play.done).weight_versions
         return Answer(
             text=judged.response,
             tokens=int(versions.size),
-            truncated=parts[-1].finish_reason is FinishReason.LENGTH,
+            truncated=play.done.finish_reason is FinishReason.LENGTH,
             correct=verdict.accuracy,
             extracted=verdict.extracted,
             error=verdict.error,
             versions=(int(versions.min()), int(versions.max())),
+            earlier=tuple(play.earlier),
         )
 
-    async def _generate(self, place: str, request: GenerationRequest, forbid: int | None) -> list[Generation]:
-        """One response. A forbidden first token takes two requests: the first token alone, then the rest."""
+    async def _generate(self, forbid: int | None, place: str, request: GenerationRequest) -> Generation:
+        """One turn. A forbidden first token takes two requests: the first token alone, then the rest."""
         sampling = request.sampling
         if forbid is None:
-            return [await self._responder.generate(place, request)]
+            return await self._responder.generate(place, request)
         alone = replace(sampling, max_new_tokens=1, logit_bias={forbid: FORBIDDEN}, thinking=None)
         first = await self._responder.generate(place, replace(request, sampling=alone))
         # Both conditions: what is cut off after its only token can still have ended with it.
         stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
         if stopped or sampling.max_new_tokens <= 1:
-            return [first]
+            return first
         thinking = sampling.thinking and replace(sampling.thinking, budget=sampling.thinking.budget - 1)
         rest = replace(
             request,
@@ -210,7 +217,7 @@ class Evaluator:
             prompt_ids=np.concatenate([request.prompt_ids, first.token_ids]),
             sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - 1, thinking=thinking),
         )
-        return [first, await self._responder.generate(place, rest)]
+        return first.followed_by(await self._responder.generate(place, rest))
 
 
 def _summary(problems: ProblemAnswers) -> Answers:

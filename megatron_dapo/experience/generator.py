@@ -9,22 +9,25 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
-import numpy as np
 import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
+from megatron_dapo.experience.episodes import Play
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse, unjudged
+from megatron_dapo.experience.observations import TurnRules
 from megatron_dapo.monitor.console import Count
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
+from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams, nothing_drawn
 
 T = TypeVar("T")
+Generate = Callable[[str, GenerationRequest], Awaitable[Generation]]
+"""(place for errors, request) -> the turn."""
 OnKept = Callable[[ScoredGroup], None]
 SamplingAt = Callable[[int], SamplingParams]
 """Weight version at the dispatch of a group -> how its responses are drawn."""
@@ -52,8 +55,36 @@ def response_seed(seed: int, position: int, sample: int) -> int:
 class Responder:
     """Fleet, detokenizer and reward pool of one run or evaluation."""
 
-    def __init__(self, *, fleet: RolloutFleet, pool: RewardPool, decoder: Decoder) -> None:
-        self._fleet, self._pool, self._decoder = fleet, pool, decoder
+    def __init__(
+        self, *, fleet: RolloutFleet, pool: RewardPool, decoder: Decoder, rules: TurnRules | None = None
+    ) -> None:
+        """`rules`: of episodes; None: every prompt has one answer."""
+        self._fleet, self._pool, self._decoder, self.rules = fleet, pool, decoder, rules
+
+    async def play(self, place: str, play: Play, generate: Generate | None = None) -> None:
+        """The response; of a prompt with an environment turn after turn, until that ends the episode.
+
+        Args:
+            place: names the prompt in an error.
+            generate: draws one turn; None: `generate` does.
+
+        Raises:
+            EngineAborted: a turn is not there.
+            Unjudged: the environment cannot be asked, by no fault of the response.
+        """
+        over, environment = False, play.prompt.environment
+        while not over:
+            play.newest = await (generate or self.generate)(place, play.request)
+            over = environment is None or play.rules is None
+            if environment is not None and play.rules is not None:
+                text = self._text(play.done)
+                stepped = await self._pool.step(environment, play.episode(text))
+                if stepped.unjudged:
+                    raise Unjudged(f"{place}: environment {environment!r}: {stepped.error}")
+                over = play.settle(stepped, text)
+
+    def _text(self, turn: Generation) -> str:
+        return self._decoder.decode(turn.token_ids, skip_special_tokens=True)
 
     async def generate(self, place: str, request: GenerationRequest) -> Generation:
         """A finished response.
@@ -71,39 +102,35 @@ class Responder:
 
     def so_far(self, request: GenerationRequest) -> Generation:
         """What was drawn of a response until now; it ends by ABORT unless it is complete."""
-        nothing = Generation(
-            request_id=request.request_id,
-            token_ids=np.zeros(0, np.int32),
-            log_probs=np.zeros(0, np.float32),
-            weight_versions=np.zeros(0, np.int32),
-            finish_reason=FinishReason.ABORT,
-        )
-        return self._fleet.so_far(request.request_id) or request.begun or nothing
+        return self._fleet.so_far(request.request_id) or request.begun or nothing_drawn(request.request_id)
 
     async def judge(
-        self, place: str, prompt: Prompt, responses: Sequence[np.ndarray]
+        self, place: str, prompt: Prompt, plays: Sequence[Play]
     ) -> tuple[list[VerificationRequest], list[Verdict]]:
-        """The texts of responses to one prompt, as requests to the pool, and their verdicts, in order.
+        """The texts of responses to one prompt (of an episode, the newest turn), as requests to the pool, and their
+        verdicts, in order; an environment's where it gave one.
 
         A verdict that is missing for a reason within the response (a time-out, say) counts as wrong.
 
         Args:
             place: names the prompt in an error.
-            responses: token ids, int32 [T] each.
+            plays: complete ones.
 
         Raises:
             Unjudged: a verdict is missing for a reason that lies elsewhere.
         """
         requests = [
             VerificationRequest(
-                response=self._decoder.decode(ids, skip_special_tokens=True),
+                response=self._text(play.done),
                 ground_truth=prompt.answer,
                 prompt=prompt.text,
                 verifier=prompt.verifier,
             )
-            for ids in responses
+            for play in plays
         ]
-        verdicts = await self._pool.verify(requests)
+        asked = [request for request, play in zip(requests, plays, strict=True) if play.verdict is None]
+        judged = iter(await self._pool.verify(asked) if asked else ())
+        verdicts = [play.verdict or next(judged) for play in plays]
         for verdict in verdicts:
             if verdict.unjudged:
                 raise Unjudged(f"{place}: no verdict by {prompt.verifier!r}: {verdict.error}")
@@ -131,8 +158,8 @@ class GroupGenerator:
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
         self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
-        self._writing: dict[int, tuple[Sequence[GenerationRequest], dict[int, Generation]]] = {}
-        """Groups under way, by position: what was asked for, and what of it is complete."""
+        self._writing: dict[int, Sequence[Play]] = {}
+        """Groups under way, by position."""
         self._restored: dict[int, ScoredGroup] = {}
         self.finished = 0
         """Groups written and judged, since the start."""
@@ -146,23 +173,19 @@ class GroupGenerator:
         index = self.prompt_at(position)
         prompt = self._prompts[index]
         place = f"prompt {position} ({prompt.place})"
-        begun: Sequence[Generation | None] = [None] * self._algorithm.group_size
+        begun: Sequence[ScoredResponse | None] = [None] * self._algorithm.group_size
         restored = self._restored.pop(position, None)
         if restored is not None and restored.weight_version == weight_version:  # else it became too old
-            begun = [response.generation for response in restored.responses]
-        requests = [self._request(prompt, position, weight_version, *each) for each in enumerate(begun)]
-        complete: dict[int, Generation] = {}
-        self._writing[position] = requests, complete
-
-        async def one(sample: int) -> Generation:
-            complete[sample] = generation = await self._responder.generate(place, requests[sample])
-            return generation
-
+            begun = restored.responses
+        asked = [self._request(prompt, position, weight_version, sample) for sample in range(len(begun))]
+        rules = self._responder.rules
+        plays = [Play.of(prompt, request, rules, drawn) for request, drawn in zip(asked, begun, strict=True)]
+        self._writing[position] = plays
         try:
             with self._clock.measure("writing"):
-                generations = await gather_or_cancel(map(one, range(len(requests))))
+                await gather_or_cancel(self._responder.play(place, play) for play in plays)
             with self._clock.measure("judging"):
-                responses = await self._judge(place, prompt, generations, self._sampling(weight_version).max_new_tokens)
+                responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
         finally:
             del self._writing[position]
         self.finished += 1
@@ -170,7 +193,7 @@ class GroupGenerator:
             position=position,
             prompt_index=index,
             prompt_ids=prompt.ids,
-            weight_version=min(int(generation.weight_versions.min()) for generation in generations),
+            weight_version=min(int(response.generation.weight_versions.min()) for response in responses),
             responses=responses,
         )
 
@@ -182,8 +205,8 @@ class GroupGenerator:
         """What was drawn until now of a group under way that was sent with these weights; not judged. None: nothing."""
         if position not in self._writing:
             return self._restored.get(position)
-        requests, complete = self._writing[position]
-        drawn = [complete.get(at) or self._responder.so_far(request) for at, request in enumerate(requests)]
+        plays = self._writing[position]
+        drawn = [play.generation(play.newest or self._responder.so_far(play.request)) for play in plays]
         if not any(generation.token_ids.size for generation in drawn):
             return None
         index = self.prompt_at(position)
@@ -192,16 +215,14 @@ class GroupGenerator:
             prompt_index=index,
             prompt_ids=self._prompts[index].ids,
             weight_version=weight_version,
-            responses=tuple(map(unjudged, drawn)),
+            responses=tuple(unjudged(all_, play.earlier, play.state) for all_, play in zip(drawn, plays, strict=True)),
         )
 
     def take_reward_seconds(self) -> float:
         """Seconds, since the last call, in which verdicts were awaited and no response was being written."""
         return self._clock.take()
 
-    def _request(
-        self, prompt: Prompt, position: int, weight_version: int, sample: int, begun: Generation | None
-    ) -> GenerationRequest:
+    def _request(self, prompt: Prompt, position: int, weight_version: int, sample: int) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"p{position}-v{weight_version}-s{sample}.",  # the dot: SGLang aborts by prefix
             group_id=f"p{position}",
@@ -210,16 +231,17 @@ class GroupGenerator:
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
             holdable=True,
-            begun=begun,
         )
 
     async def _judge(
-        self, place: str, prompt: Prompt, answers: Sequence[Generation], longest: int
+        self, place: str, prompt: Prompt, plays: Sequence[Play], longest: int
     ) -> tuple[ScoredResponse, ...]:
-        requests, verdicts = await self._responder.judge(place, prompt, [answer.token_ids for answer in answers])
+        requests, verdicts = await self._responder.judge(place, prompt, plays)
+        answers = [play.generation(play.done) for play in plays]
         raw, overlong = raw_reward(torch.tensor([verdict.accuracy for verdict in verdicts])), self._algorithm.overlong
         for at, verdict in enumerate(verdicts):
             raw[at] = raw[at] if verdict.reward is None else verdict.reward
+            raw[at] += plays[at].turn_rewards if self._algorithm.turn_rewards else 0.0
         shaped = shaped_rewards(
             raw,
             torch.tensor([answer.drawn for answer in answers]),
@@ -236,7 +258,8 @@ class GroupGenerator:
                 accuracy=verdicts[at].accuracy,
                 reward_raw=float(raw[at]),
                 reward_shaped=shaped[at],
-                other_accuracy=other_accuracy(request),
+                other_accuracy=other_accuracy(request) if plays[at].verdict is None else None,
+                earlier=tuple(plays[at].earlier),
             )
             for at, request in enumerate(requests)
         )

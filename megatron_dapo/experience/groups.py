@@ -1,6 +1,8 @@
 """What the coordinator's own parts tell each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,13 +10,27 @@ from reward.verdict import Rule, Verdict
 from rollout.generation import FinishReason, Generation
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierTurn:
+    """A turn before the newest one, and what the environment said to it."""
+
+    response: str
+    observation: str
+    role: str
+    """Of the observation: `user`, `tool`."""
+    reward: float = 0.0
+    error: str | None = None
+    """Why the environment said nothing; the observation is then this as `error: ...`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredResponse:
-    """One response, judged. Wrong and half way into the soft overlong buffer:
+    """One response or episode, judged. Wrong and half way into the soft overlong buffer:
     ScoredResponse(..., accuracy=False, reward_raw=-1.0, reward_shaped=-1.5)."""
 
     generation: Generation
     text: str
+    """Of the newest turn."""
     verdict: Verdict
     accuracy: bool
     """The only thing dynamic sampling may read (law 2)."""
@@ -24,6 +40,16 @@ class ScoredResponse:
     """reward_raw plus the length penalty (eq. 13): what eq. 9 reads."""
     other_accuracy: bool | None = None
     """For mathematics, what the other rule says: `exact` of what `robust` judged, or the reverse. Only watched."""
+
+    earlier: tuple[EarlierTurn, ...] = ()
+    """Turns before the newest one, in order; each has a run of `generation.given` behind it."""
+    state: Any = None
+    """The environment's, of an episode that goes on."""
+
+    @property
+    def said(self) -> str:
+        """All that the model said."""
+        return "\n".join([*(turn.response for turn in self.earlier), self.text]) if self.earlier else self.text
 
     @property
     def rules_disagree(self) -> bool:
@@ -38,15 +64,14 @@ class ScoredResponse:
     @property
     def interrupted(self) -> bool:
         """Whether its thinking was ended by `rollout.thinking_budget`."""
-        return bool(self.generation.given)
+        return len(self.generation.given) > len(self.earlier)
 
 
-def unjudged(generation: Generation) -> ScoredResponse:
+def unjudged(generation: Generation, earlier: Sequence[EarlierTurn] = (), state: Any = None) -> ScoredResponse:
     """A response of a group that is not finished, as a checkpoint holds it."""
     verdict = Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED, seconds=0.0, error="unfinished")
-    return ScoredResponse(
-        generation=generation, text="", verdict=verdict, accuracy=False, reward_raw=0.0, reward_shaped=0.0
-    )
+    nothing: dict[str, Any] = {"text": "", "accuracy": False, "reward_raw": 0.0, "reward_shaped": 0.0}
+    return ScoredResponse(generation=generation, verdict=verdict, earlier=tuple(earlier), state=state, **nothing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

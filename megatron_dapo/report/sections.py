@@ -61,8 +61,8 @@ def read_sections() -> list[Section]:
 
 
 OWN = {
-    "update": ("objective/", "Of the policy loss: mean over the tokens that carry loss."),
-    "training": ("reward/", "One of several rewards: +1 or -1, without its weight."),
+    "update": (("objective/",), "Of the policy loss: mean over the tokens that carry loss."),
+    "training": (("reward/", "episode/"), "One of several rewards, +1 or -1 without its weight; or of episodes."),
 }
 """Section -> (beginning, note) of metrics that a loss or a config names itself."""
 

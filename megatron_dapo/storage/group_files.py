@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.experience.groups import EarlierTurn, ScoredGroup, ScoredResponse
 from megatron_dapo.storage.durable import replace_folder, sync_file
 from megatron_dapo.storage.run_dir import RunDir
 from reward.verdict import Verdict
@@ -96,6 +96,8 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
             "verdict": asdict(response.verdict),
         }
         | {key: getattr(response, key) for key in RESPONSE}
+        | ({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {})
+        | ({"state": response.state} if response.state is not None else {})
         for response in group.responses
     ]
     about = {key: getattr(group, key) for key in GROUP}
@@ -135,6 +137,8 @@ def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray]) -> ScoredResp
     verdict = Verdict(**entry["verdict"])
     earlier: dict[str, Any] = {"other_accuracy": None}  # what an earlier version wrote has none
     kept = {key: (earlier | entry)[key] for key in RESPONSE}
+    kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry.get("earlier", ()))
+    kept["state"] = entry.get("state")
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)
 
 

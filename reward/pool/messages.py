@@ -56,7 +56,7 @@ def encode_reply(reply: Reply) -> bytes:
     """The frame of a reply. Lone surrogates of a response survive, as JSON escapes."""
     content: Any = None
     if reply is not READY:
-        content = [_verdict_values(each) if isinstance(each, Verdict) else _fields(each) for each in reply]
+        content = [_verdict_values(each) if isinstance(each, Verdict) else asdict(each) for each in reply]
     frame = json.dumps(content).encode("ascii")
     return LENGTH.pack(len(frame)) + frame
 
@@ -76,17 +76,9 @@ def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, e
     return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)
 
 
-def _fields(result: Deferred | Stepped) -> dict[str, Any]:
-    if isinstance(result, Deferred):
-        return asdict(result)
-    return asdict(result) | {"kind": type(result.outcome).__name__}
-
-
-_OUTCOMES = {"Observation": Observation, "End": End}
-
-
 def _result(fields: dict[str, Any]) -> Deferred | Stepped:
-    if "kind" not in fields:
+    if "answer" in fields:
         return Deferred(**fields)
-    made, outcome = _OUTCOMES.get(fields.pop("kind")), fields.pop("outcome")
-    return Stepped(outcome=checked(made(**outcome)) if made else None, **fields)
+    outcome = fields.pop("outcome")
+    made = None if outcome is None else Observation(**outcome) if "text" in outcome else End(**outcome)
+    return Stepped(outcome=checked(made), **fields)

@@ -141,7 +141,7 @@ class RewardPool:
                     judged = await self._wait(work.results)
                     results += judged
                 except WorkerLost:  # each request gets another attempt by itself
-                    results += work.jobs
+                    results += [job for job in work.jobs if isinstance(job, VerificationRequest)]
             verdicts = [result for result in results if isinstance(result, Verdict)]
             if len(verdicts) < len(results):
                 verdicts = await self._wait(self._each(self._settle, results))

@@ -13,41 +13,31 @@ from reward.registry import load, probe
 from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
 
-def _verifier(name: str) -> Callable[[str, str], None]:
+def _tried(name: str, kind: str) -> Callable[[str, str], object]:
+    """What is asked of a prompt and a ground truth that stands for the response."""
+    if kind == "environment":
+        environment = load_environment(name)
+        return lambda prompt, truth: ask(environment, Episode(prompt, truth, (Turn(truth),)))
     judge = load(name)
-
-    def judge_one(prompt: str, truth: str) -> None:
-        judged: object = judge(VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name))
-        if not isinstance(judged, Judgement | Deferred | bool):
-            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
-
-    return judge_one
+    return lambda prompt, truth: judge(
+        VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+    )
 
 
-def _environment(name: str) -> Callable[[str, str], None]:
-    environment = load_environment(name)
-
-    def step(prompt: str, truth: str) -> None:
-        try:
-            ask(environment, Episode(prompt, truth, (Turn(truth),)))
-        except NotAnOutcome as error:
-            raise VerifierError(str(error)) from None
-
-    return step
-
-
-def _try(one: Callable[[str, str], None], truths: Sequence[Truth]) -> None:
+def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
     """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
-    end = time.monotonic() + TRY_S
+    one, end = _tried(name, kind), time.monotonic() + TRY_S
     for place, prompt, truth in truths:
         try:
-            one(prompt, truth)
+            judged = one(prompt, truth)
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
-        except (NameError, ImportError) as error:
+        except (NameError, ImportError, NotAnOutcome) as error:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
         except Exception:
             continue
+        if kind == "verifier" and not isinstance(judged, Judgement | Deferred | bool):
+            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
         if time.monotonic() > end:
             break
 
@@ -59,11 +49,9 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:
         name, kind = sys.argv[1:3]
-        if kind == "verifier":
-            probe(name)
-        one = _verifier(name) if kind == "verifier" else _environment(name)
+        (probe if kind == "verifier" else load_environment)(name)
         os.write(1, DONE)
-        _try(one, truths)
+        _try(name, kind, truths)
     except VerifierError as error:
         sys.exit(str(error))
     sys.stdout.flush()

@@ -7,17 +7,18 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
-from reward.environment import Environment, Step, Stepped, ask, load_environment
+from reward.environment import Step, Stepped, ask, load_environment
 from reward.pool.messages import LENGTH, READY, Job, Reply, Result, decode_order, encode_reply
 from reward.registry import VERIFIERS, load
 from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
-_environments: dict[str, Environment] = {}
+_environments: dict[str, Any] = {}
 """Those that are loaded, by name."""
 
 
@@ -56,18 +57,15 @@ def _limit_memory(memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _imports(job: Job, verifiers: dict[str, Verifier]) -> bool:
+def _imports(job: Job, verifiers: dict[str, Any]) -> bool:
     """Imports what the job needs; whether that was anything. It does not count against the memory limit."""
     if isinstance(job, Deferred):
         return symbolic.prepare()
-    environment = isinstance(job, Step)
-    if (job.environment in _environments) if environment else (job.verifier in verifiers):
+    name, known = (job.environment, _environments) if isinstance(job, Step) else (job.verifier, verifiers)
+    if name in known:
         return False
     with suppress(VerifierError):  # `judge` tries again, and says why not
-        if environment:
-            _environments[job.environment] = load_environment(job.environment)
-        else:
-            verifiers[job.verifier] = load(job.verifier)
+        known[name] = load_environment(name) if isinstance(job, Step) else load(name)
     return True
 
 

@@ -1,0 +1,135 @@
+"""What stands between two turns, as tokens: the observation in the text that the chat template puts around it.
+
+The model's own tokens are never made anew from text. So the template must be one that only appends: that keeps every
+earlier turn as it was, its thinking too. It is tried on small conversations before anything is started.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.data.prompts import Prompt
+from megatron_dapo.data.tokenizer import TextTools
+from reward.environment import Observation, shortened
+
+ROLES = ("user", "tool")
+CHARACTERS_A_TOKEN = 16
+"""Characters of an observation that are read, for each token it may have."""
+SMALLEST_ROOM = 16
+"""Tokens that must be left for an observation."""
+ELLIPSIS = "..."
+"""In place of an observation that has no tokens, or no room."""
+
+QUESTION, RESULTS = "Which number?", ("A1", "B2")
+ANSWERS = ("I say 5.", "<think>\nIt was too low.\n</think>\n\nI say 8.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TurnRules:
+    """How episodes go on."""
+
+    max_turns: int
+    max_tokens: int
+    """Of an observation with the text around it."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a turn besides those that end a response."""
+    between: Mapping[tuple[bool, str], tuple[str, str]]
+    """(whether the prompt went through the chat template, role) -> the text before an observation, from the end of the
+    model's turn on, and the text behind it."""
+    text: TextTools
+
+    def fit(self, seen: Observation, chat: bool, last: int) -> tuple[str, list[int]]:
+        """The observation's text, shortened if it must be, and the ids that are given between the turns, at least one.
+
+        Args:
+            chat: whether the prompt went through the chat template.
+            last: token that the model drew last; an end of turn is not given again.
+        """
+        (before, after), text = self.between[chat, seen.role], seen.text
+        room = CHARACTERS_A_TOKEN * self.max_tokens
+        while True:
+            said = shortened(text, room)
+            ids = encoded(self.text, before + said + after)
+            if len(ids) > 1 and ids[0] == last and last in self.text.stop_token_ids:
+                ids = ids[1:]
+            if 0 < len(ids) <= self.max_tokens:
+                return said, ids
+            room = int(0.95 * min(room, len(text)) * self.max_tokens / max(len(ids), 1))
+            if not ids or room < SMALLEST_ROOM:
+                text, room = ELLIPSIS, SMALLEST_ROOM
+
+
+def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> TurnRules | None:
+    """None: none of the prompts has an environment. Raises ConfigError: what stands between turns cannot be made."""
+    chats, rollout = {prompt.chat for prompt in prompts if prompt.environment is not None}, config.rollout
+    if not chats:
+        return None
+    end_ids = [encoded(text, mark) for mark in rollout.turn_end]
+    for mark, ids in zip(rollout.turn_end, end_ids, strict=True):
+        if len(ids) != 1:
+            raise ConfigError(f"rollout.turn_end = {mark!r}: it must be one token of the model's, and is {len(ids)}")
+    own = config.data.observation_template
+    between = {(chat, role): _between(text.tokenizer, own, chat, role) for chat in chats for role in ROLES}
+    for before, after in between.values():
+        least = len(encoded(text, before + after)) + SMALLEST_ROOM
+        if rollout.max_observation_tokens < least or not encoded(text, before + ELLIPSIS + after):
+            raise ConfigError(
+                f"rollout.max_observation_tokens = {rollout.max_observation_tokens}: set at least {least}, for an "
+                f"observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
+            )
+    return TurnRules(
+        max_turns=rollout.max_turns,
+        max_tokens=rollout.max_observation_tokens,
+        end_ids=tuple(ids[0] for ids in end_ids),
+        between=between,
+        text=text,
+    )
+
+
+def encoded(text: TextTools, said: str) -> list[int]:
+    return list(text.tokenizer.encode(said, add_special_tokens=False))
+
+
+def _between(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[str, str]:
+    """A role that the template does not know is the user's. `own`: `data.observation_template`."""
+    if own is not None or not chat:
+        before, _, after = (own or "{observation}").partition("{observation}")
+        return before, after
+    try:
+        return appended(tokenizer, role)
+    except ConfigError:
+        if role == "user":
+            raise
+        return appended(tokenizer, "user")
+
+
+def appended(tokenizer: Any, role: str) -> tuple[str, str]:
+    """The text that a chat template puts before and behind a message of this role which follows an answer.
+
+    Raises:
+        ConfigError: it fails, or changes what stands before.
+    """
+
+    def render(*said: str) -> str:
+        roles = ["user", *["assistant", role] * (len(said) // 2)]
+        messages = [{"role": who, "content": text} for who, text in zip(roles, said, strict=True)]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    try:
+        first, second = ANSWERS
+        asked, (one, two) = render(QUESTION), RESULTS
+        before, _, after = render(QUESTION, first, one).removeprefix(asked + first).partition(one)
+        wrong = any(
+            render(QUESTION, a, one, b, two) != asked + a + before + one + after + b + before + two + after
+            for a, b in ((first, second), (second, first))
+        )
+    except Exception as error:  # a chat template is a program of the model's author and may raise anything
+        raise ConfigError(f"data.template = chat: it fails for role {role} ({type(error).__name__}: {error})") from None
+    if wrong:
+        raise ConfigError(
+            f"data.template = chat: the tokenizer's chat template changes earlier turns, as {second!r}, so the model "
+            "would read others than it wrote; set data.observation_template to the text between two turns, such as "
+            f"{before + '{observation}' + after!r}"
+        )
+    return before, after

@@ -1,0 +1,422 @@
+"""Episodes from the first turn to rewards, files and figures: a fleet that talks, real tokenizers and environments."""
+
+import asyncio
+import json
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.config import load_config
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
+from megatron_dapo.coordinator.batch import step_arrays
+from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
+from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.coordinator.step_metrics import _episode_metrics, _response_metrics, histograms, write_samples
+from megatron_dapo.data.order import Span
+from megatron_dapo.data.prompts import PromptSet
+from megatron_dapo.data.tokenizer import load_text_tools
+from megatron_dapo.diagnostics.response_log import response_log
+from megatron_dapo.experience.episodes import UNENDED, drawn_turns
+from megatron_dapo.experience.evaluation import Evaluator
+from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
+from megatron_dapo.experience.observations import turn_rules
+from megatron_dapo.monitor.catalog import check_declared
+from reward.config import RewardConfig
+from reward.pool.pool import RewardPool
+from rollout.generation import FinishReason, SamplingParams
+from tests.experience.chat_models import KEEPING, Talker, prompt_of, save_model
+from tests.experience.test_observations import config
+from tests.processes import ROOT
+
+ENVIRONMENTS = '''
+import json, os, time
+from reward.environment import End, Observation
+from reward.verdict import VerifierError
+
+def guess(episode):
+    number, goal = int(episode.response), int(episode.ground_truth)
+    return End(accuracy=True) if number == goal else Observation("higher" if number < goal else "lower", reward=-0.25)
+
+def counts(episode):
+    """Says what it was given: every turn of it."""
+    seen = episode.state or []
+    turns = [[turn.response, turn.observation, turn.role, list(turn.token_ids)] for turn in episode.turns]
+    if len(seen) != len(turns) - 1:
+        raise ValueError(f"{len(seen)} states for {len(turns)} turns")
+    if len(turns) == 3:
+        return End(accuracy=False, reward=0.5, extracted=json.dumps(turns), rule="counted")
+    return Observation(f"turn {len(turns)}", state=[*seen, len(turns)], role="tool")
+
+def calculator(episode):
+    if "<tool_call>" not in episode.response:
+        return None
+    return Observation(str(eval(episode.response.split("<tool_call>")[1].split("</tool_call>")[0])), role="tool")
+
+def never(episode): return Observation("again", reward=1.0)
+def away(episode): raise VerifierError("no such table")
+def waits(episode):
+    while not os.path.exists(episode.ground_truth): time.sleep(0.01)
+    return End(accuracy=len(episode.turns) > 1) if len(episode.turns) > 1 else Observation("go on", state=["kept"])
+'''
+GUESSES = ("5", "9", "7", "3")
+
+
+def speak(before, sample):
+    """Bisects; the fourth sample says something that is no number first."""
+    said = before.count("<|im_start|>assistant")
+    if sample == 3 and said == 1:
+        return "seven<|im_end|>"
+    return f"{GUESSES[(sample + said - 1) % 3]}<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return load_text_tools(save_model(tmp_path_factory.mktemp("chat") / "model", KEEPING))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_episodes.py").write_text(ENVIRONMENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_episodes:{}".format
+
+
+def generator_of(text, prompts, fleet, pool, *overrides, limit=60, **algorithm):
+    prompts = prompts if isinstance(prompts, list) else [prompts]
+    spans = (Span(name="f", start=0, count=len(prompts), weight=1.0),)
+    rules = turn_rules(config(*overrides), text, prompts)
+    return GroupGenerator(
+        Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules),
+        PromptSet(prompts=tuple(prompts), spans=spans, counts=Counter(), content_hash=""),
+        lambda version: SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids),
+        AlgorithmConfig(**{"group_size": 4, "overlong": OverlongConfig(shape="none")} | algorithm),
+        seed=0,
+    )
+
+
+def pool_of(**keys):
+    return RewardPool(RewardConfig(**{"workers": 1, "timeout_s": 2.0} | keys))
+
+
+def group_of(text, prompt, said=speak, *overrides, fleet=None, **keys):
+    fleet = fleet or Talker(text, said)
+
+    async def generate():
+        pool = pool_of()
+        try:
+            return await generator_of(text, prompt, fleet, pool, *overrides, **keys).group(0, 3)
+        finally:
+            pool.close()
+
+    return asyncio.run(asyncio.wait_for(generate(), 60)), fleet
+
+
+def check_sequence(text, prompt, response):
+    """The tokens are the conversation as the chat template writes it; what was drawn says where it was drawn."""
+    generation = response.generation
+    messages = [{"role": "user", "content": prompt.text.split("user\n")[1].split("<|im_end|>")[0]}]
+    for turn in response.earlier:
+        messages.append({"role": "assistant", "content": turn.response})
+        messages.append({"role": turn.role, "content": turn.observation})
+    before = text.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole = np.concatenate([prompt.ids, generation.token_ids])
+    newest = text.tokenizer.decode(drawn_turns(generation)[-1])
+    assert text.tokenizer.decode(whole) == before + newest
+    drawn = np.ones(whole.size, bool)
+    drawn[: prompt.ids.size] = False
+    for first, tokens in generation.given:
+        drawn[prompt.ids.size + first :][:tokens] = False
+    np.testing.assert_allclose(generation.log_probs, -np.flatnonzero(drawn) / 1000, rtol=1e-5)
+    assert generation.drawn == drawn.sum() == generation.weight_versions.size == generation.drawn_ids.size
+    assert len(generation.given) == len(response.earlier)
+
+
+def test_an_episode_is_one_sequence_of_drawn_and_given_tokens(text, own):
+    prompt = prompt_of(text, "Guess.", environment=own("guess"))
+    group, fleet = group_of(text, prompt)
+    said = [[turn.response for turn in each.earlier] + [each.text] for each in group.responses]
+    assert said == [["5", "9", "7"], ["9", "7"], ["7"], ["seven", "9", "7"]]
+    assert [[turn.observation for turn in each.earlier] for each in group.responses[:3]] == [
+        ["higher", "lower"],
+        ["lower"],
+        [],
+    ]
+    error = group.responses[3].earlier[0]
+    assert error.observation.startswith("error: ValueError: invalid literal")
+    assert error.error.startswith("ValueError")
+    for response in group.responses:
+        check_sequence(text, prompt, response)
+        assert (response.accuracy, response.reward_raw, response.verdict.rule) == (True, 1.0, "environment")
+        assert (response.verdict.error, response.interrupted, response.other_accuracy) == (None, False, None)
+    assert [request.request_id for request in fleet.asked if "-s0-" in request.request_id] == [
+        f"p0-v3-s0-t{turn}." for turn in range(3)
+    ]
+    first, second, third = [request for request in fleet.asked if "-s0-" in request.request_id]
+    assert {request.group_id for request in fleet.asked} == {"p0"}, "a turn goes where its prefix is cached"
+    for one, other in pairwise((first, second, third)):
+        np.testing.assert_array_equal(other.prompt_ids[: one.prompt_ids.size], one.prompt_ids)
+        assert one.seed != other.seed
+    assert [each.sampling.max_new_tokens for each in (first, second, third)] == [60, 58, 56]
+
+
+def test_the_environment_gets_every_turn_with_its_tokens_and_its_state(text, own):
+    group, _ = group_of(text, prompt_of(text, "?", environment=own("counts")))
+    for response in group.responses:
+        turns = json.loads(response.verdict.extracted)
+        assert [turn[1:3] for turn in turns] == [["turn 1", "tool"], ["turn 2", "tool"], ["", "user"]]
+        assert [turn[3] for turn in turns] == [ids.tolist() for ids in drawn_turns(response.generation)]
+        assert [text.tokenizer.decode(turn[3], skip_special_tokens=True) for turn in turns] == [
+            turn[0] for turn in turns
+        ]
+        assert (response.reward_raw, response.accuracy, response.verdict.rule) == (0.5, False, "counted")
+        assert response.state is None
+
+
+def test_a_tool_is_called_at_its_mark_and_the_verifier_judges_the_last_turn(text, own):
+    def calls(before, sample):
+        if sample % 2 == 0 and "<tool_response>" not in before:
+            return "<tool_call>3+4</tool_call><|im_end|>"
+        return f"Answer: {7 + (sample == 3)}<|im_end|>"
+
+    prompt = prompt_of(text, "3 + 4?", environment=own("calculator"))
+    mark = text.tokenizer.encode("</tool_call>", add_special_tokens=False)[0]
+    group, fleet = group_of(text, prompt, calls, "rollout.turn_end=[</tool_call>]")
+    assert [each.accuracy for each in group.responses] == [True, True, True, False]
+    assert [each.verdict.rule for each in group.responses] == ["integer"] * 4
+    assert group.responses[0].other_accuracy is True
+    called = group.responses[0]
+    assert [(turn.response, turn.observation, turn.role) for turn in called.earlier] == [
+        ("<tool_call>3+4</tool_call>", "7", "tool")
+    ]
+    assert drawn_turns(called.generation)[0][-1] == mark, "the server stops at the mark"
+    check_sequence(text, prompt, called)
+    assert all(request.sampling.stop_token_ids == (*text.stop_token_ids, mark) for request in fleet.asked)
+
+
+def test_turns_and_tokens_that_are_used_up_end_an_episode_as_wrong(text, own):
+    never = prompt_of(text, "?", environment=own("never"))
+    group, fleet = group_of(text, never, speak, "rollout.max_turns=3")
+    assert {len(each.earlier) for each in group.responses} == {2}
+    assert {(each.accuracy, each.reward_raw, each.verdict.rule) for each in group.responses} == {(False, -1.0, UNENDED)}
+    assert len(fleet.asked) == 3 * 4
+    group, fleet = group_of(text, never, speak, limit=5)
+    for response in group.responses[:3]:
+        assert [ids.size for ids in drawn_turns(response.generation)] == [2, 2, 1]
+        assert (response.truncated, response.generation.drawn) == (True, 5)
+        assert response.verdict.rule == UNENDED
+    exact, _ = group_of(text, never, speak, limit=4)
+    assert [ids.size for ids in drawn_turns(exact.responses[0].generation)] == [2, 2], "no token is left for a third"
+    failing, _ = group_of(text, prompt_of(text, "?", environment=own("guess")), lambda *_: "x<|im_end|>", limit=4)
+    for response in failing.responses:
+        assert response.verdict.error.startswith("ValueError")
+        assert (response.accuracy, response.reward_raw) == (False, -1.0)
+
+
+def test_turn_rewards_are_added_where_the_key_says_so(text, own):
+    prompt = prompt_of(text, "Guess.", environment=own("guess"))
+    group, _ = group_of(text, prompt, speak, turn_rewards=True)
+    assert [each.reward_raw for each in group.responses] == [0.5, 0.75, 1.0, 0.75]
+    assert [turn.reward for turn in group.responses[0].earlier] == [-0.25, -0.25]
+    never, _ = group_of(
+        text, prompt_of(text, "?", environment=own("never")), speak, "rollout.max_turns=3", turn_rewards=True
+    )
+    assert {each.reward_raw for each in never.responses} == {2.0}, "all three turns, and -1"
+
+
+def test_an_environment_that_nobody_can_ask_stops_the_run(text, own):
+    with pytest.raises(Unjudged, match=r"prompt 0 \(f:1\): environment 'own_episodes:away': no such table"):
+        group_of(text, prompt_of(text, "?", environment=own("away")))
+
+
+def test_a_single_answer_beside_episodes_is_asked_and_judged_as_without_them(text, own):
+    def answers(before, sample):
+        return f"Answer: {7 + sample % 2}<|im_end|>"
+
+    alone, plain = group_of(text, prompt_of(text, "3 + 4?"), answers)
+    prompts = [prompt_of(text, "3 + 4?"), prompt_of(text, "?", environment=own("calculator"))]
+
+    async def both():
+        pool, fleet = pool_of(), Talker(text, answers)
+        generator = generator_of(text, prompts, fleet, pool)
+        at = next(position for position in range(9) if generator.prompt_at(position) == 0)
+        try:
+            return await generator.group(at, 3), fleet, at
+        finally:
+            pool.close()
+
+    beside, fleet, at = asyncio.run(asyncio.wait_for(both(), 60))
+    assert [request.request_id for request in fleet.asked] == [f"p{at}-v3-s{sample}." for sample in range(4)]
+    for one, other in zip(plain.asked, fleet.asked, strict=True):
+        assert one.sampling == other.sampling
+    assert (
+        [each.accuracy for each in alone.responses] == [each.accuracy for each in beside.responses] == [True, False] * 2
+    )
+    assert {each.earlier for each in beside.responses} == {()}
+
+
+def checkpoint(folder, *groups):
+    """What a resumed run reads of unfinished groups."""
+    state = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=(), unfinished=groups)
+    save_progress(Progress(rollout_step=1, optimizer_step=1, weight_version=3, sampler=state), folder)
+    return load_progress(folder).sampler.unfinished
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_an_episode_goes_on_from_any_token_after_a_kill(text, own, tmp_path, chunk):
+    prompt = prompt_of(text, "Guess.", environment=own("guess"))
+
+    def slow(before, sample):
+        said = before.count("<|im_start|>assistant")
+        return f"{' n' * (3 + sample)} high high{GUESSES[(sample + said - 1) % 3]}<|im_end|>"
+
+    (tmp_path / "own_episodes.py").write_text(
+        ENVIRONMENTS.replace("int(episode.response), int(", 'int(episode.response.split("high")[-1]), int(')
+    )
+    whole, _ = group_of(text, prompt, slow, limit=200)
+    assert [len(each.earlier) for each in whole.responses] == [2, 1, 0, 2]
+
+    async def lives():
+        """Killed after every token or so: each life goes on from what the one before has left in its checkpoint."""
+        pool, begun, count, kept = pool_of(), None, 0, {}
+        try:
+            while True:
+                count += 1
+                fleet = Talker(text, slow, version=3 + count, chunk=chunk)
+                generator = generator_of(text, prompt, fleet, pool, limit=200)
+                generator.restore(begun or ())
+                fleet.going.clear()
+                task = asyncio.ensure_future(generator.group(0, 3))
+                await asyncio.sleep(0.02)
+                fleet.going.set()
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                fleet.going.clear()
+                await asyncio.sleep(0.05)  # the environment answers what is complete
+                if task.done() or count > 150:
+                    return await task, count, kept
+                left = generator.unfinished(0, 3)
+                task.cancel()
+                await asyncio.wait([task])
+                if left is not None:
+                    (tmp_path / str(count)).mkdir()
+                    (loaded,) = begun = checkpoint(tmp_path / str(count), left)
+                    for sample, each in enumerate(loaded.responses):
+                        before = kept.get(sample, (0, 0))
+                        kept[sample] = (each.generation.drawn, len(each.earlier))
+                        assert kept[sample] >= before, "nothing that was drawn is lost"
+        finally:
+            pool.close()
+
+    group, count, kept = asyncio.run(asyncio.wait_for(lives(), 100))
+    assert count > 5
+    assert kept[0][1] == 2, "no checkpoint fell into a later turn: the test shows nothing"
+    for one, other in zip(group.responses, whole.responses, strict=True):
+        np.testing.assert_array_equal(one.generation.token_ids, other.generation.token_ids)
+        np.testing.assert_array_equal(one.generation.log_probs, other.generation.log_probs)
+        assert (one.generation.given, one.earlier) == (other.generation.given, other.earlier)
+        assert np.all(np.diff(one.generation.weight_versions) >= 0)
+        assert np.ptp(one.generation.weight_versions) > 0
+        assert (one.reward_raw, one.text) == (other.reward_raw, other.text)
+        check_sequence(text, prompt, one)
+
+
+def test_a_kill_while_the_environment_is_asked_loses_no_turn_and_no_state(text, own, tmp_path):
+    gate = tmp_path / "gate"
+    prompt = prompt_of(text, "?", environment=own("waits"), answer=str(gate))
+
+    async def first(begun):
+        pool = pool_of(timeout_s=60.0)
+        generator = generator_of(text, prompt, fleet := Talker(text, speak), pool, "rollout.max_turns=2")
+        generator.restore(begun)
+        task = asyncio.ensure_future(generator.group(0, 3))
+        try:
+            while len(fleet.asked) < 4:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            if begun:
+                gate.write_text("")
+                return await task, fleet
+            left = generator.unfinished(0, 3)
+            task.cancel()
+            await asyncio.wait([task])
+            return left, fleet
+        finally:
+            pool.close()
+
+    left, _ = asyncio.run(asyncio.wait_for(first(()), 60))
+    assert {each.generation.finish_reason for each in left.responses} == {FinishReason.STOP}
+    begun = checkpoint(tmp_path, left)
+    group, fleet = asyncio.run(asyncio.wait_for(first(begun), 60))
+    again = [request for request in fleet.asked if "-t0." in request.request_id]
+    assert all(request.begun.finish_reason is FinishReason.STOP for request in again), "no token of it is drawn again"
+    assert [each.accuracy for each in group.responses] == [True] * 4
+    assert {len(each.earlier) for each in group.responses} == {1}
+
+
+def test_files_columns_figures_and_samples_know_turns(text, own, tmp_path):
+    prompt = prompt_of(text, "Guess.", environment=own("guess"))
+    group, _ = group_of(text, prompt)
+    carried = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=(group,))
+    save_progress(Progress(rollout_step=1, optimizer_step=1, weight_version=3, sampler=carried), tmp_path)
+    (loaded,) = load_progress(tmp_path).sampler.carried
+    for one, other in zip(group.responses, loaded.responses, strict=True):
+        assert (one.earlier, one.verdict, one.generation.given) == (
+            other.earlier,
+            other.verdict,
+            other.generation.given,
+        )
+    arrays = step_arrays(
+        [loaded], load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", ["algorithm.group_size=4"])
+    )
+    assert arrays.responses.response_lengths.tolist() == [each.generation.drawn for each in group.responses]
+    assert len(arrays.rollout_log_probs) == sum(each.generation.drawn for each in group.responses)
+    metrics = _response_metrics([loaded]) | _episode_metrics([loaded])
+    check_declared(metrics)
+    assert metrics["response_length/mean"] == np.mean([each.generation.drawn for each in group.responses])
+    assert metrics["episode/turns"] == np.mean([3, 2, 1, 3])
+    assert metrics["episode/errors"] == 1 / 4
+    assert metrics["episode/turn_reward"] == np.mean([-0.5, -0.25, 0, -0.25])
+    given = [sum(tokens for _, tokens in each.generation.given) for each in group.responses]
+    assert metrics["episode/observation_tokens"] == np.mean(given)
+    assert histograms([loaded])["histograms/response_length"] == arrays.responses.response_lengths.tolist()
+    (line,) = write_samples(1, [loaded], [prompt], tmp_path / "samples.jsonl", 1)
+    assert [(turn["response"], turn["observation"]) for turn in line["earlier"]] == [("5", "higher"), ("9", "lower")]
+    assert line["response"] == "7"
+
+
+def evaluated(text, prompt, fleet, folder, *overrides):
+    settings = config("evaluation.samples=2", "evaluation.greedy=false", *overrides)
+    pool = pool_of()
+    rules = turn_rules(settings, text, [prompt])
+    responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules)
+    heldout = PromptSet(prompts=(prompt,), spans=(), counts=Counter(), content_hash="")
+    return Evaluator(settings, text=text, heldout=heldout, responder=responder, folder=folder), pool
+
+
+def test_held_out_problems_are_episodes_too_and_their_log_knows_turns(text, own, tmp_path):
+    prompt = prompt_of(text, "Guess.", environment=own("guess"))
+
+    def said(before, sample):
+        return speak(before, 1)
+
+    async def answer(forbid=None):
+        fleet = Talker(text, said)
+        evaluator, pool = evaluated(text, prompt, fleet, tmp_path)
+        try:
+            with response_log(tmp_path / "log", {}) as log:
+                found = await evaluator.answer("e", known=log.known, record=log.add, forbid=forbid)
+            return found["sampled"][0], fleet
+        finally:
+            pool.close()
+
+    (first, second), fleet = asyncio.run(asyncio.wait_for(answer(), 60))
+    assert (first.text, first.correct, first.tokens) == ("7", True, 4)
+    assert [(turn.response, turn.observation) for turn in first.earlier] == [("9", "lower")]
+    assert [request.request_id for request in fleet.asked[:1]] == ["e-sampled-0-0-t0."]
+    (known, _), again = asyncio.run(asyncio.wait_for(answer(), 60))
+    assert known == first
+    assert again.asked == []
+    assert first.versions == second.versions == (3, 3)
