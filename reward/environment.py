@@ -124,7 +124,7 @@ class Stepped:
     """Whether the fault is not the response's: the run must stop."""
 
 
-ENVIRONMENTS: dict[str, str] = {}
+ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run"}
 """Registered environments: name -> `module:function`."""
 
 
@@ -163,12 +163,7 @@ class NotAnOutcome(ValueError):
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome in a form that can be sent: no text too long or with half characters.
-
-    Raises:
-        NotAnOutcome: it is none.
-        TypeError, ValueError: JSON cannot hold the state.
-    """
+    """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome."""
     reward = getattr(outcome, "reward", None)
     if reward is None or (type(reward) in (int, float) and math.isfinite(reward)):
         match outcome:
@@ -177,8 +172,12 @@ def checked(outcome: object) -> Outcome:
             case End(accuracy=bool(), extracted=None | str() as text, rule=str()):
                 return replace(outcome, extracted=None if text is None else _sendable(text[:EXTRACTED_LIMIT]))
             case Observation(text=str(text), state=state, role="user" | "tool") if reward is not None:
-                if len(json.dumps(state, allow_nan=False)) > STATE_LIMIT:
-                    raise NotAnOutcome(f"the state has more than {STATE_LIMIT} characters of JSON")
+                try:
+                    length = len(json.dumps(state, allow_nan=False))
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise NotAnOutcome(f"JSON cannot hold the state: {error}") from None
+                if length > STATE_LIMIT:
+                    raise NotAnOutcome(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
                 return replace(outcome, text=_sendable(shortened(text, TEXT_LIMIT)))
     raise NotAnOutcome(
         f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, finite reward, role user or "

@@ -56,7 +56,7 @@ class Play:
             play.turn_rewards = sum(turn.reward for turn in begun.earlier)
         if play.left <= 0:  # the limit is a lower one now
             return cls.of(prompt, request, rules)
-        play._ask(newest)
+        play._draw(newest)
         return play
 
     @property
@@ -112,9 +112,9 @@ class Play:
         self.before = self.generation(self.done).followed_by(nothing_drawn(""), given)
         self.earlier.append(EarlierTurn(text, read, said.role, said.reward, error))
         self.newest, self.state = None, said.state
-        self._ask(None)
+        self._draw(None)
 
-    def _ask(self, begun: Generation | None) -> None:
+    def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""
         turn, whole = len(self.earlier), self.whole
         self.request = replace(

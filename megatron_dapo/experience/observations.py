@@ -25,7 +25,7 @@ QUESTION, RESULTS = "Which number?", ("A1", "B2")
 ANSWERS = ("I say 5.", "<think>\nIt was too low.\n</think>\n\nI say 8.")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TurnRules:
     """How episodes go on."""
 
@@ -78,13 +78,8 @@ def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Tu
                 f"rollout.max_observation_tokens = {rollout.max_observation_tokens}: set at least {least}, for an "
                 f"observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
             )
-    return TurnRules(
-        max_turns=rollout.max_turns,
-        max_tokens=rollout.max_observation_tokens,
-        end_ids=tuple(ids[0] for ids in end_ids),
-        between=between,
-        text=text,
-    )
+    ends = tuple(ids[0] for ids in end_ids)
+    return TurnRules(rollout.max_turns, rollout.max_observation_tokens, ends, between, text)
 
 
 def encoded(text: TextTools, said: str) -> list[int]:

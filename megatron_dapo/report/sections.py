@@ -64,7 +64,7 @@ OWN = {
     "update": (("objective/",), "Of the policy loss: mean over the tokens that carry loss."),
     "training": (("reward/", "episode/"), "One of several rewards, +1 or -1 without its weight; or of episodes."),
 }
-"""Section -> (beginning, note) of metrics that a loss or a config names itself."""
+"""Section -> (beginnings, note) of metrics that a loss or a config names itself."""
 
 
 def own_charts(section: Section, runs: Sequence[Run]) -> list[Chart]:

@@ -27,28 +27,32 @@ del sys.path[0]
 main()"""
 
 
+File = IO[bytes] | None
+
+
 class Sandbox:
     """A process that has the tested code and nothing else: no test, no expected value, no way out but its answers."""
 
     def __init__(
-        self, source: str, *, mode: str, cpu_s: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+        self, source: str, *, mode: str, cpu_s: int, stdin: File = None, stdout: File = None, stderr: File = None
     ) -> None:
         """Starts it; the code is not run before `ready`.
 
         Args:
             mode: `program` or `functions`, see `reward.code.sandbox_main`.
             cpu_s: seconds of CPU, past which the kernel kills it.
-            stdin, stdout: files of mode `program`; what it may write is limited by `ready`.
+            stdin, stdout, stderr: files of mode `program`; what it may write is limited by `ready`.
         """
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
+        options = "-ISBu" if stderr else "-ISB"  # unbuffered, so that both come in order
         self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _PROGRAM, mode, str(requests), str(replies)],
+                [sys.executable, options, "-X", "utf8", "-c", _PROGRAM, mode, str(requests), str(replies)],
                 stdin=stdin or subprocess.DEVNULL,
                 stdout=stdout or subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=stderr or subprocess.DEVNULL,
                 pass_fds=(requests, replies),
                 env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ},
                 cwd="/",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from reward.check import DONE, TRY_S, Truth
-from reward.environment import Episode, NotAnOutcome, Turn, ask, load_environment
+from reward.environment import ENVIRONMENTS, Episode, NotAnOutcome, Turn, ask, load_environment
 from reward.registry import load, probe
 from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
@@ -50,6 +50,8 @@ def main() -> None:
     try:
         name, kind = sys.argv[1:3]
         (probe if kind == "verifier" else load_environment)(name)
+        if name in ENVIRONMENTS:
+            probe("code")  # its sandbox
         os.write(1, DONE)
         _try(name, kind, truths)
     except VerifierError as error:

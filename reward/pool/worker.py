@@ -73,19 +73,20 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
     """The job's verdict; an error of the verifier is one too. `verifiers`: those that are loaded, by name."""
     judged: Judgement | Deferred | bool
     start = time.perf_counter()
-    if isinstance(job, Step):
-        return _step(job, start)
     try:
+        if isinstance(job, Step):
+            outcome = ask(_environments.get(job.environment) or load_environment(job.environment), job.episode)
+            return Stepped(outcome=outcome, seconds=time.perf_counter() - start)
         if isinstance(job, Deferred):
             name, judged = "robust", robust.finish(job)
         else:
             name, judged = job.verifier, (verifiers.get(job.verifier) or load(job.verifier))(job)
     except MemoryError:
-        return _failure("memory", start)
+        return _failure(job, "memory", start)
     except VerifierError as error:
-        return _failure(str(error), start, Rule.UNJUDGED)
+        return _failure(job, str(error), start, Rule.UNJUDGED)
     except Exception as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
-        return _failure(f"{type(error).__name__}: {error}", start)
+        return _failure(job, f"{type(error).__name__}: {error}", start)
     seconds = time.perf_counter() - start
     if isinstance(judged, Judgement):
         return Verdict(accuracy=judged.accuracy, extracted=judged.extracted, rule=judged.rule, seconds=seconds)
@@ -93,26 +94,13 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
         return replace(judged, seconds=seconds)
     if isinstance(judged, bool):
         return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
+    return _failure(job, f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
 
 
-def _step(job: Step, start: float) -> Stepped:
-    """The environment's answer; its error is one too."""
-    outcome, error, unjudged = None, None, False
-    try:
-        outcome = ask(_environments.get(job.environment) or load_environment(job.environment), job.episode)
-    except MemoryError:
-        error = "memory"
-    except VerifierError as refused:
-        error, unjudged = str(refused), True
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
+def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:
     seconds = time.perf_counter() - start
-    return Stepped(outcome=outcome, seconds=seconds, error=error and error[:_ERROR_LIMIT], unjudged=unjudged)
-
-
-def _failure(reason: str, start: float, rule: str = "") -> Verdict:
-    seconds = time.perf_counter() - start
+    if isinstance(job, Step):
+        return Stepped(seconds=seconds, error=reason[:_ERROR_LIMIT], unjudged=rule == Rule.UNJUDGED)
     return Verdict(accuracy=False, extracted=None, rule=rule, seconds=seconds, error=reason[:_ERROR_LIMIT])
 
 

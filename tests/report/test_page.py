@@ -83,6 +83,24 @@ def test_a_response_is_text_whatever_it_holds(usual):
     assert HOSTILE in usual.text
 
 
+def test_a_conversation_shows_turns_observations_and_results_of_tools_apart(tmp_path):
+    folder = write_run(tmp_path / "run")
+    said = {"response": HOSTILE, "observation": f"lower {HOSTILE}", "role": "user", "reward": -0.25, "error": None}
+    called = {"response": "call", "observation": "error: late", "role": "tool", "reward": 0, "error": "timeout"}
+    line = {"rollout_step": 12, "prompt": 3, "response": "At last.", "accuracy": True, "earlier": [said, called]}
+    write_lines(folder / "samples.jsonl", [line])
+    page = page_of(folder)
+    shown = re.sub(r"\s+", " ", page.text.partition("step 12, prompt 3")[2])
+    parts = ("Turn 1", "Observation, reward -0.25", f"lower {HOSTILE}", "Turn 2", "Result of a tool, after an error")
+    places = [shown.index(part) for part in (*parts, "error: late", "Last turn", "At last.")]
+    assert places == sorted(places)
+    assert not {"script", "img"} & set(page.tags)
+    lines = [each | {"episode/turns": 2.5} for each in metrics(2)]
+    write_lines(folder / "metrics.jsonl", lines)
+    assert "episode/turns" in page_of(folder).text
+    assert "episode/" not in page_of(write_run(tmp_path / "other")).text
+
+
 def test_held_out_accuracy_has_intervals_and_gain(usual):
     assert "35.8% [32.9, 38.8]" in usual.text
     assert "84.8% [82.4, 86.9]" in usual.text

@@ -12,6 +12,7 @@ from reward.environment import End, Episode, NotAnOutcome, Observation, Turn, ch
 from reward.pool.messages import decode_reply
 from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest, VerifierError
+from tests.docs.documents import ROOT, blocks
 
 ENVIRONMENTS = """
 import asyncio, os, time
@@ -230,3 +231,42 @@ def test_a_text_is_shortened_in_its_middle():
 def test_outcomes_that_cannot_be_used(outcome):
     with pytest.raises(NotAnOutcome):
         checked(outcome)
+
+
+def said(source):
+    return episode(f"I compute.\n```python\n{source}\n```\n")
+
+
+def test_python_runs_the_last_block_where_verifier_code_would():
+    printed, failed, loops, floods, silent, prose, broken = stepped(
+        *[
+            ("python", said(source))
+            for source in (
+                "import math\nprint(math.comb(30, 15))",
+                "print('so far')\n1 / 0",
+                "while True:\n    pass",
+                "while True:\n    print('x' * 1000)",
+                "x = 1",
+            )
+        ],
+        ("python", episode("The answer is 7.")),
+        ("python", said("def")),
+        timeout_s=20.0,
+    )
+    assert printed.outcome == Observation("155117520", role="tool")
+    assert failed.outcome.text.startswith("so far\nTraceback")
+    assert failed.outcome.text.endswith("ZeroDivisionError: division by zero")
+    assert loops.outcome.text == "error: stopped after 2 s"
+    assert 60_000 < len(floods.outcome.text) <= 66_000
+    assert silent.outcome == Observation("(no output, exit code 0)", role="tool")
+    assert (prose.outcome, prose.error) == (None, None), "the verifier judges it"
+    assert broken.outcome == Observation("error: this is no Python program", role="tool")
+    check_environments({"python": "data.environment"}, {"python": [("f:1", "?", "7")]})
+
+
+def test_the_example_of_the_page_runs_as_it_stands_there(tmp_path, monkeypatch):
+    (block,) = [each for each in blocks((ROOT / "docs" / "environments.md").read_text()) if "file" in each.options]
+    (tmp_path / block.options["file"]).write_text(block.body)
+    monkeypatch.syspath_prepend(tmp_path)
+    low, right = stepped(("guess:step", episode("5")), ("guess:step", episode("5", "7")))
+    assert (low.outcome, right.outcome) == (Observation("higher"), End(accuracy=True))
