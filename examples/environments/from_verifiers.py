@@ -8,7 +8,7 @@ with an agent that says again what the model said, up to the place where it wait
 
 Refused in words: several agents, and tasks with tools over MCP, a container, setup, finalize, stop or intercept
 hooks, or scores that read a runtime: those need verifiers' own rollouts. verifiers wants a newer openai than SGLang
-pins: where that matters, serve it from an installation of its own (data.environment: remote).
+pins, so it is in no extra: installed beside it, pip says that they clash.
 """
 
 import asyncio

@@ -4,6 +4,7 @@ Each part runs only where its package is installed: gymnasium (the extra `enviro
 textarena; the last three in a virtual environment of their own.
 """
 
+import asyncio
 import dataclasses
 import importlib.util
 import json
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from reward.environment import End, Environment, Episode, Observation, Turn, ask, load_environment
+from reward.config import RewardConfig
+from reward.environment import End, Environment, Episode, Observation, Stepped, Turn, ask, load_environment
+from reward.pool.pool import RewardPool
 from reward.verdict import VerifierError
 from tests.processes import ROOT
 
@@ -112,6 +115,21 @@ class TestGymnasium:
         other = json.dumps(json.loads(row["answer"]) | {"arguments": {"map_name": "8x8", "render_mode": "ansi"}})
         with pytest.raises(VerifierError, match="no longer begins as in the row"):
             ask(environment, Episode(row["prompt"], other, (Turn("right"),)))
+
+    def test_the_reward_pool_runs_it_under_its_default_limits(self):
+        row = self.row()
+
+        async def two_steps() -> list[Stepped]:
+            pool = RewardPool(RewardConfig(workers=1))
+            try:
+                episode = Episode(row["prompt"], row["answer"], (Turn("down"),))
+                return [await pool.step(self.NAME, episode) for _ in range(2)]
+            finally:
+                pool.close()
+
+        first, second = asyncio.run(asyncio.wait_for(two_steps(), 120))
+        assert (first.error, first.unjudged) == (None, False)
+        assert first.outcome == second.outcome == steps(load_environment(self.NAME), row, ["down"])[0]
 
     @pytest.mark.parametrize("truth", ["7", "{}", '{"environment": "os:x", "seed": 1}'])
     def test_a_ground_truth_of_another_form_stops_the_run(self, truth):
