@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from reward.config import RewardConfig
-from reward.environment import find_environment
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, weighted
 from reward.verdict import VerificationRequest, VerifierError
@@ -59,10 +58,6 @@ def check_environments(names: Mapping[str, str], truths: Mapping[str, Sequence[T
         VerifierError: one cannot, refuses one of them, or returns no outcome.
     """
     for name, place in names.items():
-        try:
-            find_environment(name)
-        except VerifierError as error:
-            raise VerifierError(f"{place}: {error}") from None
         if reason := _why_not(name, (truths or {}).get(name, ()), "environment"):
             raise VerifierError(f"{place} = {name}: {reason}")
 

@@ -87,10 +87,10 @@ class RewardConfig:
 
     algebra_workers: Annotated[int, Field(gt=0)] = 1
     """Further processes, started when first needed and at a lower priority, for verdicts that may take long and are
-    judged one by one: symbolic equality, `json`, `code`, verifiers of your own; and for steps of environments."""
+    judged one by one: symbolic equality, `json`, `code`, verifiers of your own, environments."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Wall-clock limit of one verdict, or of one step of an environment, imports and queues not counted; past it the
+    """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the
     process is killed and the verdict is `timeout` (not correct)."""
 
     memory_mb: Annotated[int, Field(gt=0)] = 2048

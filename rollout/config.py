@@ -56,14 +56,13 @@ class RolloutConfig:
     `thinking_end` without the space around it."""
 
     max_turns: PositiveInt = 8
-    """Of an episode (docs/environments.md): after so many responses the environment must end it. `max_new_tokens` is
-    then the limit for all of them together."""
+    """Responses of an episode, at most (docs/environments.md); `max_new_tokens` limits them together."""
 
     max_observation_tokens: PositiveInt = 512
-    """What an environment gives between two turns, with the text around it; a longer observation loses its middle."""
+    """Given between two turns, at most; a longer observation loses its middle."""
 
     turn_end: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end a turn besides the end-of-text tokens, as `</tool_call>`; each must be one token."""
+    """Texts of one token each that end a turn too, as `</tool_call>`."""
 
     servers: PositiveInt = 1
     """SGLang servers to start, unless `urls` names running ones."""

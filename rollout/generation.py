@@ -137,16 +137,13 @@ class Generation:
 
     def followed_by(self, rest: "Generation", given: Sequence[int] = ()) -> "Generation":
         """This, then `given` (K ids, not drawn), then the rest, which decides how it ends."""
-        at, behind = self.token_ids.size, self.token_ids.size + len(given)
-        runs = ((at, len(given)),) if given else ()
-        return Generation(
-            request_id=self.request_id,
-            token_ids=np.concatenate([self.token_ids, np.array(given, np.int32), rest.token_ids]),
-            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
-            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
-            finish_reason=rest.finish_reason,
-            given=(*self.given, *runs, *((first + behind, tokens) for first, tokens in rest.given)),
-        )
+        at = self.token_ids.size
+        runs = [(at, len(given))] if given else []
+        runs += [(at + len(given) + first, tokens) for first, tokens in rest.given]
+        columns = ("log_probs", "weight_versions")
+        joined: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(rest, name)]) for name in columns}
+        joined["token_ids"] = np.concatenate([self.token_ids, np.array(given, np.int32), rest.token_ids])
+        return replace(self, **joined, given=(*self.given, *runs), finish_reason=rest.finish_reason)
 
     def cut(self, at: int) -> tuple["Generation", "Generation"]:
         """The tokens before place `at`, the end of the last run that was given, and those behind it."""

@@ -205,7 +205,7 @@ class AlgorithmConfig:
     """Weight of an entropy bonus; 0 in DAPO."""
 
     turn_rewards: bool = False
-    """Add the rewards that an environment gave single turns to the reward of the episode."""
+    """Add an environment's rewards of single turns to the episode's."""
 
     advantage: AdvantageConfig = AdvantageConfig()
     clip: ClipConfig = ClipConfig()

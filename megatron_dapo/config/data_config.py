@@ -34,8 +34,8 @@ class ColumnsConfig:
     or one that the config names too. None: no such column."""
 
     environment: EnvironmentName | None = None
-    """What answers each turn of the model until it ends the episode, as `module:function` (docs/environments.md). None:
-    as in section `data`; there: a prompt has one answer."""
+    """What answers each turn of the model, as `module:function` (docs/environments.md). None: as in `data`; there: a
+    prompt has one answer."""
 
     instruction: Text | None = None
     """Text put behind each prompt (of a chat list: behind its last turn), as `End with a line {form}`; `{form}` becomes
@@ -79,8 +79,7 @@ class DataConfig(ColumnsConfig):
     """`chat`: the tokenizer's chat template. `plain`: the prompt as it is. Else a text that holds `{prompt}`."""
 
     observation_template: Annotated[str, Field(pattern=r"\{observation\}")] | None = None
-    """What follows a turn of the model, from its end to the beginning of the next turn: a text that holds
-    `{observation}`. None: what the chat template says, or the observation alone where a prompt went through none."""
+    """Text between two turns, with `{observation}`. None: the chat template's; without one the observation alone."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are handled by `too_long`. Counted after the template. None: what `model.context_length` leaves

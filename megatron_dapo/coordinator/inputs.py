@@ -11,7 +11,7 @@ from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
-from megatron_dapo.experience.observations import TurnRules, turn_rules
+from megatron_dapo.experience.observations import Rules, turn_rules
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
@@ -28,7 +28,7 @@ class Inputs:
     model: HFModelConfig
     prompts: PromptSet
     heldout: PromptSet
-    rules: TurnRules | None = None
+    rules: Rules = None
     """Of episodes, where a prompt has an environment."""
 
 

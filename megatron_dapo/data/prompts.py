@@ -66,8 +66,8 @@ class PromptSet:
     """`rows` read; of them `duplicates`, `broken`, `too_long`. `contradictions`: those of the duplicates whose ground
     truth is another than that of the row that was kept."""
     content_hash: str
-    """sha256 over the texts and answers in file order, and the weights where there are several files: equal files of
-    prompts have equal hashes."""
+    """sha256 over the texts, answers and environments in file order, and the weights where there are several files:
+    equal files of prompts have equal hashes."""
     ordered: str = "shuffled"
     """`data.order`."""
 
@@ -171,7 +171,8 @@ def read_prompts(
         spans.append(Span(name=file.name, start=start, count=count, weight=file.weight))
     digest = hashlib.sha256()
     for prompt in reading.prompts:
-        digest.update(json.dumps([prompt.text, prompt.answer]).encode())
+        environment = [] if prompt.environment is None else [prompt.environment]
+        digest.update(json.dumps([prompt.text, prompt.answer, *environment]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
     prompts, content_hash = tuple(reading.prompts), digest.hexdigest()

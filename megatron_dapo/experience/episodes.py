@@ -1,13 +1,13 @@
 """One response under way: a single answer, or the turns of an episode with what its environment gave between them."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.groups import EarlierTurn, ScoredResponse
-from megatron_dapo.experience.observations import TurnRules
+from megatron_dapo.experience.observations import Rules
 from reward.environment import MESSAGE_LIMIT, End, Episode, Observation, Stepped, Turn
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation, GenerationRequest, nothing_drawn
@@ -23,7 +23,7 @@ class Play:
     prompt: Prompt
     whole: GenerationRequest
     """For the prompt alone; its limit holds for all turns together."""
-    rules: TurnRules | None = None
+    rules: Rules = None
     """None: there is one turn."""
     request: GenerationRequest = field(init=False)
     """For the newest turn."""
@@ -39,9 +39,7 @@ class Play:
     """The environment's; None: the verifier judges."""
 
     @classmethod
-    def of(
-        cls, prompt: Prompt, request: GenerationRequest, rules: TurnRules | None, begun: ScoredResponse | None = None
-    ) -> "Play":
+    def of(cls, prompt: Prompt, request: GenerationRequest, rules: Rules, begun: ScoredResponse | None = None) -> Self:
         """`begun`: what an ended run had drawn of it."""
         play = cls(prompt, request)
         play.request = replace(request, begun=begun.generation if begun else None)
@@ -100,19 +98,16 @@ class Play:
         if isinstance(said, Observation):
             self.turn_rewards += said.reward
             if not self.last:
-                self._go_on(said, text, error, self.rules)
+                read, given = self.rules.fit(said, self.prompt.chat, int(self.done.token_ids[-1]))
+                self.before = self.generation(self.done).followed_by(nothing_drawn(""), given)
+                self.earlier.append(EarlierTurn(text, read, said.role, said.reward, error))
+                self.newest, self.state = None, said.state
+                self._draw(None)
                 return False
             said = End(accuracy=False, rule="" if error else UNENDED)
         if said is not None:
             self.verdict = Verdict(**asdict(said), seconds=stepped.seconds, error=error)
         return True
-
-    def _go_on(self, said: Observation, text: str, error: str | None, rules: TurnRules) -> None:
-        read, given = rules.fit(said, self.prompt.chat, int(self.done.token_ids[-1]))
-        self.before = self.generation(self.done).followed_by(nothing_drawn(""), given)
-        self.earlier.append(EarlierTurn(text, read, said.role, said.reward, error))
-        self.newest, self.state = None, said.state
-        self._draw(None)
 
     def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""

@@ -17,7 +17,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.episodes import Play
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse, unjudged
-from megatron_dapo.experience.observations import TurnRules
+from megatron_dapo.experience.observations import Rules
 from megatron_dapo.monitor.console import Count
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
@@ -55,9 +55,7 @@ def response_seed(seed: int, position: int, sample: int) -> int:
 class Responder:
     """Fleet, detokenizer and reward pool of one run or evaluation."""
 
-    def __init__(
-        self, *, fleet: RolloutFleet, pool: RewardPool, decoder: Decoder, rules: TurnRules | None = None
-    ) -> None:
+    def __init__(self, *, fleet: RolloutFleet, pool: RewardPool, decoder: Decoder, rules: Rules = None) -> None:
         """`rules`: of episodes; None: every prompt has one answer."""
         self._fleet, self._pool, self._decoder, self.rules = fleet, pool, decoder, rules
 
@@ -75,13 +73,13 @@ class Responder:
         over, environment = False, play.prompt.environment
         while not over:
             play.newest = await (generate or self.generate)(place, play.request)
-            over = environment is None or play.rules is None
-            if environment is not None and play.rules is not None:
-                text = self._text(play.done)
-                stepped = await self._pool.step(environment, play.episode(text))
-                if stepped.unjudged:
-                    raise Unjudged(f"{place}: environment {environment!r}: {stepped.error}")
-                over = play.settle(stepped, text)
+            if environment is None or play.rules is None:
+                return
+            text = self._text(play.done)
+            stepped = await self._pool.step(environment, play.episode(text))
+            if stepped.unjudged:
+                raise Unjudged(f"{place}: environment {environment!r}: {stepped.error}")
+            over = play.settle(stepped, text)
 
     def _text(self, turn: Generation) -> str:
         return self._decoder.decode(turn.token_ids, skip_special_tokens=True)

@@ -60,7 +60,10 @@ class TurnRules:
                 text, room = ELLIPSIS, SMALLEST_ROOM
 
 
-def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> TurnRules | None:
+Rules = TurnRules | None
+
+
+def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Rules:
     """None: none of the prompts has an environment. Raises ConfigError: what stands between turns cannot be made."""
     chats, rollout = {prompt.chat for prompt in prompts if prompt.environment is not None}, config.rollout
     if not chats:
@@ -70,7 +73,7 @@ def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Tu
         if len(ids) != 1:
             raise ConfigError(f"rollout.turn_end = {mark!r}: it must be one token of the model's, and is {len(ids)}")
     own = config.data.observation_template
-    between = {(chat, role): _between(text.tokenizer, own, chat, role) for chat in chats for role in ROLES}
+    between = {(chat, role): appended(text.tokenizer, own, chat, role) for chat in chats for role in ROLES}
     for before, after in between.values():
         least = len(encoded(text, before + after)) + SMALLEST_ROOM
         if rollout.max_observation_tokens < least or not encoded(text, before + ELLIPSIS + after):
@@ -86,45 +89,39 @@ def encoded(text: TextTools, said: str) -> list[int]:
     return list(text.tokenizer.encode(said, add_special_tokens=False))
 
 
-def _between(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[str, str]:
-    """A role that the template does not know is the user's. `own`: `data.observation_template`."""
+def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[str, str]:
+    """The text before and behind a message of this role which follows an answer. A role that the chat template does not
+    know is the user's.
+
+    Args:
+        own: `data.observation_template`.
+        chat: whether the prompt went through the chat template.
+
+    Raises:
+        ConfigError: that fails, or changes what stands before.
+    """
     if own is not None or not chat:
         before, _, after = (own or "{observation}").partition("{observation}")
         return before, after
-    try:
-        return appended(tokenizer, role)
-    except ConfigError:
-        if role == "user":
-            raise
-        return appended(tokenizer, "user")
-
-
-def appended(tokenizer: Any, role: str) -> tuple[str, str]:
-    """The text that a chat template puts before and behind a message of this role which follows an answer.
-
-    Raises:
-        ConfigError: it fails, or changes what stands before.
-    """
 
     def render(*said: str) -> str:
         roles = ["user", *["assistant", role] * (len(said) // 2)]
         messages = [{"role": who, "content": text} for who, text in zip(roles, said, strict=True)]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
+    (first, second), (one, two), before, after, problem = ANSWERS, RESULTS, "", "", ""
     try:
-        first, second = ANSWERS
-        asked, (one, two) = render(QUESTION), RESULTS
+        asked = render(QUESTION)
         before, _, after = render(QUESTION, first, one).removeprefix(asked + first).partition(one)
-        wrong = any(
-            render(QUESTION, a, one, b, two) != asked + a + before + one + after + b + before + two + after
-            for a, b in ((first, second), (second, first))
-        )
+        for a, b in ((first, second), (second, first)):
+            if render(QUESTION, a, one, b, two) != asked + a + before + one + after + b + before + two + after:
+                between = f"{before}{{observation}}{after}"
+                problem = f"it changes earlier turns, as {second!r}, where it should put {between!r} behind them"
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
-        raise ConfigError(f"data.template = chat: it fails for role {role} ({type(error).__name__}: {error})") from None
-    if wrong:
+        problem = f"it fails for role {role} ({type(error).__name__}: {error})"
+    if problem and role == "user":
         raise ConfigError(
-            f"data.template = chat: the tokenizer's chat template changes earlier turns, as {second!r}, so the model "
-            "would read others than it wrote; set data.observation_template to the text between two turns, such as "
-            f"{before + '{observation}' + after!r}"
+            f"data.template = chat: the model would not read what it wrote: of a conversation, {problem}; set "
+            "data.observation_template to the text between two turns"
         )
-    return before, after
+    return appended(tokenizer, own, chat, "user") if problem else (before, after)

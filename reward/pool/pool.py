@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from reward.config import RewardConfig
-from reward.environment import Episode, Step, Stepped, find_environment
+from reward.environment import Episode, Step, Stepped
 from reward.pool import remote
 from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
@@ -111,10 +111,8 @@ class RewardPool:
         is an answer.
 
         Raises:
-            VerifierError: an environment that is not known.
             PoolError: as `verify`.
         """
-        find_environment(environment)
         if self._failure is not None:
             raise self._failure
         asked = asyncio.run_coroutine_threadsafe(self._alone(Step(environment, episode)), self._loop)

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.data_config import DataConfig, SourceConfig
+from megatron_dapo.config.data_config import DataConfig, EvaluationConfig, SourceConfig
 from megatron_dapo.data.prompt_files import DataError
 from megatron_dapo.data.prompts import VerifierChoice, read_prompts
-from megatron_dapo.data.records import training_files
+from megatron_dapo.data.records import heldout_files, training_files
 from reward.config import RewardConfig
 
 
@@ -299,6 +299,21 @@ def test_a_source_that_no_row_has_is_named(tmp_path):
     choice = VerifierChoice(RewardConfig(by_source={"gsm8": "exact"}), training_files(config))
     read_prompts(training_files(config), config, choice, Letters(), vocab_size=100)
     assert "reward.by_source.gsm8: no prompt has this source; did you mean 'gsm8k'?" in choice.unread_sources()
+
+
+def test_each_file_has_its_environment_and_the_hash_knows_it(tmp_path):
+    one = write(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": "2"}])
+    chat = write(tmp_path / "b.jsonl", [{"prompt": [{"role": "user", "content": "2+2"}], "answer": "4"}])
+    mixture = [{"path": str(one)}, {"path": str(chat), "environment": "own:other"}]
+    got = read(None, mixture=mixture, environment="own:step")
+    assert [(prompt.environment, prompt.chat) for prompt in got.prompts] == [("own:step", False), ("own:other", True)]
+    plain, alone = read(one), read(one, environment="own:step")
+    assert (plain.prompts[0].environment, plain.content_hash) == (None, read(one).content_hash)
+    assert alone.content_hash not in (plain.content_hash, read(one, environment="own:other").content_hash)
+    data = DataConfig(path="p.jsonl", environment="own:step")
+    (inherited,) = heldout_files(data, EvaluationConfig(path="h.jsonl", schema="gsm8k"))
+    (own,) = heldout_files(data, EvaluationConfig(path="h.jsonl", environment="own:other"))
+    assert (inherited.environment, own.environment) == ("own:step", "own:other")
 
 
 def test_an_instruction_names_the_form_that_the_rows_verifier_reads(tmp_path):

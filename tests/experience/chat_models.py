@@ -28,6 +28,37 @@ OPENING = STRIPPING.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>a
 NO_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 NO_TOOLS += KEEPING
 
+ENVIRONMENTS = '''
+import json, os, time
+from reward.environment import End, Observation
+from reward.verdict import VerifierError
+
+def guess(episode):
+    number, goal = int(episode.response), int(episode.ground_truth)
+    return End(accuracy=True) if number == goal else Observation("higher" if number < goal else "lower", reward=-0.25)
+
+def counts(episode):
+    """Says what it was given: every turn of it."""
+    seen = episode.state or []
+    turns = [[turn.response, turn.observation, turn.role, list(turn.token_ids)] for turn in episode.turns]
+    if len(seen) != len(turns) - 1:
+        raise ValueError(f"{len(seen)} states for {len(turns)} turns")
+    if len(turns) == 3:
+        return End(accuracy=False, reward=0.5, extracted=json.dumps(turns), rule="counted")
+    return Observation(f"turn {len(turns)}", state=[*seen, len(turns)], role="tool")
+
+def calculator(episode):
+    if "<tool_call>" not in episode.response:
+        return None
+    return Observation(str(eval(episode.response.split("<tool_call>")[1].split("</tool_call>")[0])), role="tool")
+
+def never(episode): return Observation("again", reward=1.0)
+def away(episode): raise VerifierError("no such table")
+def waits(episode):
+    while not os.path.exists(episode.ground_truth): time.sleep(0.01)
+    return End(accuracy=len(episode.turns) > 1) if len(episode.turns) > 1 else Observation("go on", state=["kept"])
+'''
+
 
 def save_model(folder, template):
     """A model's folder, as far as the tokenizer goes."""

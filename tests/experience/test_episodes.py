@@ -17,7 +17,6 @@ from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.coordinator.step_metrics import _episode_metrics, _response_metrics, histograms, write_samples
 from megatron_dapo.data.order import Span
 from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.response_log import response_log
 from megatron_dapo.experience.episodes import UNENDED, drawn_turns
 from megatron_dapo.experience.evaluation import Evaluator
@@ -26,41 +25,11 @@ from megatron_dapo.experience.observations import turn_rules
 from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
-from rollout.generation import FinishReason, SamplingParams
-from tests.experience.chat_models import KEEPING, Talker, prompt_of, save_model
+from rollout.generation import SamplingParams
+from tests.experience.chat_models import Talker, prompt_of
 from tests.experience.test_observations import config
 from tests.processes import ROOT
 
-ENVIRONMENTS = '''
-import json, os, time
-from reward.environment import End, Observation
-from reward.verdict import VerifierError
-
-def guess(episode):
-    number, goal = int(episode.response), int(episode.ground_truth)
-    return End(accuracy=True) if number == goal else Observation("higher" if number < goal else "lower", reward=-0.25)
-
-def counts(episode):
-    """Says what it was given: every turn of it."""
-    seen = episode.state or []
-    turns = [[turn.response, turn.observation, turn.role, list(turn.token_ids)] for turn in episode.turns]
-    if len(seen) != len(turns) - 1:
-        raise ValueError(f"{len(seen)} states for {len(turns)} turns")
-    if len(turns) == 3:
-        return End(accuracy=False, reward=0.5, extracted=json.dumps(turns), rule="counted")
-    return Observation(f"turn {len(turns)}", state=[*seen, len(turns)], role="tool")
-
-def calculator(episode):
-    if "<tool_call>" not in episode.response:
-        return None
-    return Observation(str(eval(episode.response.split("<tool_call>")[1].split("</tool_call>")[0])), role="tool")
-
-def never(episode): return Observation("again", reward=1.0)
-def away(episode): raise VerifierError("no such table")
-def waits(episode):
-    while not os.path.exists(episode.ground_truth): time.sleep(0.01)
-    return End(accuracy=len(episode.turns) > 1) if len(episode.turns) > 1 else Observation("go on", state=["kept"])
-'''
 GUESSES = ("5", "9", "7", "3")
 
 
@@ -70,18 +39,6 @@ def speak(before, sample):
     if sample == 3 and said == 1:
         return "seven<|im_end|>"
     return f"{GUESSES[(sample + said - 1) % 3]}<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return load_text_tools(save_model(tmp_path_factory.mktemp("chat") / "model", KEEPING))
-
-
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own_episodes.py").write_text(ENVIRONMENTS)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "own_episodes:{}".format
 
 
 def generator_of(text, prompts, fleet, pool, *overrides, limit=60, **algorithm):
@@ -176,6 +133,7 @@ def test_the_environment_gets_every_turn_with_its_tokens_and_its_state(text, own
 
 
 def test_a_tool_is_called_at_its_mark_and_the_verifier_judges_the_last_turn(text, own):
+
     def calls(before, sample):
         if sample % 2 == 0 and "<tool_response>" not in before:
             return "<tool_call>3+4</tool_call><|im_end|>"
@@ -232,6 +190,7 @@ def test_an_environment_that_nobody_can_ask_stops_the_run(text, own):
 
 
 def test_a_single_answer_beside_episodes_is_asked_and_judged_as_without_them(text, own):
+
     def answers(before, sample):
         return f"Answer: {7 + sample % 2}<|im_end|>"
 
@@ -255,105 +214,6 @@ def test_a_single_answer_beside_episodes_is_asked_and_judged_as_without_them(tex
         [each.accuracy for each in alone.responses] == [each.accuracy for each in beside.responses] == [True, False] * 2
     )
     assert {each.earlier for each in beside.responses} == {()}
-
-
-def checkpoint(folder, *groups):
-    """What a resumed run reads of unfinished groups."""
-    state = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=(), unfinished=groups)
-    save_progress(Progress(rollout_step=1, optimizer_step=1, weight_version=3, sampler=state), folder)
-    return load_progress(folder).sampler.unfinished
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_an_episode_goes_on_from_any_token_after_a_kill(text, own, tmp_path, chunk):
-    prompt = prompt_of(text, "Guess.", environment=own("guess"))
-
-    def slow(before, sample):
-        said = before.count("<|im_start|>assistant")
-        return f"{' n' * (3 + sample)} high high{GUESSES[(sample + said - 1) % 3]}<|im_end|>"
-
-    (tmp_path / "own_episodes.py").write_text(
-        ENVIRONMENTS.replace("int(episode.response), int(", 'int(episode.response.split("high")[-1]), int(')
-    )
-    whole, _ = group_of(text, prompt, slow, limit=200)
-    assert [len(each.earlier) for each in whole.responses] == [2, 1, 0, 2]
-
-    async def lives():
-        """Killed after every token or so: each life goes on from what the one before has left in its checkpoint."""
-        pool, begun, count, kept = pool_of(), None, 0, {}
-        try:
-            while True:
-                count += 1
-                fleet = Talker(text, slow, version=3 + count, chunk=chunk)
-                generator = generator_of(text, prompt, fleet, pool, limit=200)
-                generator.restore(begun or ())
-                fleet.going.clear()
-                task = asyncio.ensure_future(generator.group(0, 3))
-                await asyncio.sleep(0.02)
-                fleet.going.set()
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                fleet.going.clear()
-                await asyncio.sleep(0.05)  # the environment answers what is complete
-                if task.done() or count > 150:
-                    return await task, count, kept
-                left = generator.unfinished(0, 3)
-                task.cancel()
-                await asyncio.wait([task])
-                if left is not None:
-                    (tmp_path / str(count)).mkdir()
-                    (loaded,) = begun = checkpoint(tmp_path / str(count), left)
-                    for sample, each in enumerate(loaded.responses):
-                        before = kept.get(sample, (0, 0))
-                        kept[sample] = (each.generation.drawn, len(each.earlier))
-                        assert kept[sample] >= before, "nothing that was drawn is lost"
-        finally:
-            pool.close()
-
-    group, count, kept = asyncio.run(asyncio.wait_for(lives(), 100))
-    assert count > 5
-    assert kept[0][1] == 2, "no checkpoint fell into a later turn: the test shows nothing"
-    for one, other in zip(group.responses, whole.responses, strict=True):
-        np.testing.assert_array_equal(one.generation.token_ids, other.generation.token_ids)
-        np.testing.assert_array_equal(one.generation.log_probs, other.generation.log_probs)
-        assert (one.generation.given, one.earlier) == (other.generation.given, other.earlier)
-        assert np.all(np.diff(one.generation.weight_versions) >= 0)
-        assert np.ptp(one.generation.weight_versions) > 0
-        assert (one.reward_raw, one.text) == (other.reward_raw, other.text)
-        check_sequence(text, prompt, one)
-
-
-def test_a_kill_while_the_environment_is_asked_loses_no_turn_and_no_state(text, own, tmp_path):
-    gate = tmp_path / "gate"
-    prompt = prompt_of(text, "?", environment=own("waits"), answer=str(gate))
-
-    async def first(begun):
-        pool = pool_of(timeout_s=60.0)
-        generator = generator_of(text, prompt, fleet := Talker(text, speak), pool, "rollout.max_turns=2")
-        generator.restore(begun)
-        task = asyncio.ensure_future(generator.group(0, 3))
-        try:
-            while len(fleet.asked) < 4:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            if begun:
-                gate.write_text("")
-                return await task, fleet
-            left = generator.unfinished(0, 3)
-            task.cancel()
-            await asyncio.wait([task])
-            return left, fleet
-        finally:
-            pool.close()
-
-    left, _ = asyncio.run(asyncio.wait_for(first(()), 60))
-    assert {each.generation.finish_reason for each in left.responses} == {FinishReason.STOP}
-    begun = checkpoint(tmp_path, left)
-    group, fleet = asyncio.run(asyncio.wait_for(first(begun), 60))
-    again = [request for request in fleet.asked if "-t0." in request.request_id]
-    assert all(request.begun.finish_reason is FinishReason.STOP for request in again), "no token of it is drawn again"
-    assert [each.accuracy for each in group.responses] == [True] * 4
-    assert {len(each.earlier) for each in group.responses} == {1}
 
 
 def test_files_columns_figures_and_samples_know_turns(text, own, tmp_path):

@@ -45,7 +45,7 @@ def test_a_template_that_keeps_earlier_turns_gives_the_text_between_them(tmp_pat
 @pytest.mark.parametrize("template", [STRIPPING, OPENING])
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_what_to_do(tmp_path, template):
     text = tools(tmp_path, template)
-    with pytest.raises(ConfigError, match=r"changes earlier turns, as '<think>.*set data\.observation_template"):
+    with pytest.raises(ConfigError, match=r"it changes earlier turns, as '<think>.*set data\.observation_template"):
         rules(text)
     own = "<|im_end|>\n<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n<think>\n"
     made = rules(text, f"data.observation_template={json.dumps(own)}")
@@ -72,13 +72,13 @@ def test_without_a_template_the_observation_stands_alone(tmp_path):
     assert made.fit(Observation(""), False, 5)[0] == "...", "an observation without tokens"
     chat = replace(prompt_of(text, "?", environment="a:b", chat=False), chat=True)
     chat = replace(prompt_of(text, "?", environment="a:b", chat=False), chat=True)
-    with pytest.raises(ConfigError, match=r"data\.template = chat: it fails for role user"):
+    with pytest.raises(ConfigError, match=r"data\.template = chat: .*it fails for role user"):
         turn_rules(config(), text, [chat])
 
 
 def test_the_quickstarts_own_template_only_appends():
     text = load_text_tools(QUICKSTART / "base")
-    assert appended(text.tokenizer, "user") == ("\n", "\n")
+    assert appended(text.tokenizer, None, True, "user") == ("\n", "\n")
     assert rules(text).between[True, "tool"] == ("\n", "\n")
 
 
