@@ -118,7 +118,7 @@ def make_data(folder: Path) -> list[Path]:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the base.", file_okay=False)] = HERE / "calculator_base",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 900,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 600,
     seed: Annotated[int, typer.Option(help="Of the weights and of the problems.")] = 0,
 ) -> None:
     """Write the prompts, the tokenizer and the base, and say what the base can do."""

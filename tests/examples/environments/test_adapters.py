@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.cli.exit_codes import ExitCode
 from reward.config import RewardConfig
 from reward.environment import End, Environment, Episode, Observation, Stepped, Turn, ask, load_environment
 from reward.pool.pool import RewardPool
 from reward.verdict import VerifierError
-from tests.processes import ROOT
+from tests.processes import ROOT, Running
 
 VERIFIERS = all(importlib.util.find_spec(name) for name in ("verifiers", "textarena"))
 
@@ -135,6 +136,37 @@ class TestGymnasium:
     def test_a_ground_truth_of_another_form_stops_the_run(self, truth):
         with pytest.raises(VerifierError):
             ask(load_environment(self.NAME), Episode("", truth, (Turn("1"),)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not importlib.util.find_spec("gymnasium"), reason="gymnasium is not installed")
+def test_gymnasiums_blackjack_trains(tmp_path):
+    """Two rollout steps with the guessing game's base, whose 1 is to stick and whose 2 is to hit."""
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    made = [sys.executable, "-m", "examples.environments.reset_step", "Blackjack-v1", "--names", "1,2"]
+    with rows.open("w") as file:
+        subprocess.run([*made, "--instruction", "Guess 1-15"], cwd=ROOT, stdout=file, check=True)
+    words = (
+        "train",
+        "examples/environments/guess.yaml",
+        f"run.dir={run}",
+        f"data.path={rows}",
+        "data.environment=examples.environments.reset_step:gymnasium",
+        "data.max_prompt_tokens=24",
+        "evaluation.path=null",
+        "run.rollout_steps=2",
+        "algorithm.prompts_per_step=8",
+        "algorithm.mini_batch_responses=32",
+        "rollout.max_new_tokens=12",
+    )
+    finished = Running(*words, log=tmp_path / "log.txt").finish(500)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(step["sampling/kept"], step["verdict_errors"], step["episode/errors"]) for step in steps] == [
+        (8, 0, 0)
+    ] * 2
+    assert all(step["grad_norm"] > 0 and step["episode/turns"] > 1 for step in steps)
 
 
 @pytest.fixture(scope="module")
