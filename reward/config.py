@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from reward.environment import find_environment
+from reward.environment import check_environment
 from reward.registry import find
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -40,12 +40,7 @@ def _known_verifier(name: str) -> str:
     return name
 
 
-def _known_environment(name: str) -> str:
-    find_environment(name)
-    return name
-
-
-EnvironmentName = Annotated[str, AfterValidator(_known_environment)]
+EnvironmentName = Annotated[str, AfterValidator(check_environment)]
 VerifierName = Annotated[str, AfterValidator(_known_verifier)]
 
 

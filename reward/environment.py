@@ -128,10 +128,10 @@ ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run"}
 """Registered environments: name -> `module:function`."""
 
 
-def find_environment(name: str) -> str:
-    """`module:function` of a registered name, or of such a path. Raises VerifierError: it is neither."""
+def check_environment(name: str) -> str:
+    """The name, registered or a path `module:function`. Raises VerifierError: it is neither."""
     try:
-        return ENVIRONMENTS.get(check_name(name, ENVIRONMENTS), name)
+        return check_name(name, ENVIRONMENTS)
     except ValueError as error:
         raise VerifierError(f"environment {name[:80]!r} is not known; {error}") from None
 
@@ -139,7 +139,7 @@ def find_environment(name: str) -> str:
 def load_environment(name: str) -> Environment:
     """Imports it. Raises VerifierError: unknown name, a module that cannot be imported, no such function in it."""
     try:
-        return load_named(find_environment(name))
+        return load_named(ENVIRONMENTS.get(name, check_environment(name)))
     except ImportError as error:
         raise VerifierError(f"environment {name!r}: {error}") from error
 

@@ -5,7 +5,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from reward.check import DONE, TRY_S, Truth
 from reward.environment import ENVIRONMENTS, Episode, NotAnOutcome, Turn, ask, load_environment
@@ -13,23 +14,14 @@ from reward.registry import load, probe
 from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
 
-def _tried(name: str, kind: str) -> Callable[[str, str], object]:
-    """What is asked of a prompt and a ground truth that stands for the response."""
-    if kind == "environment":
-        environment = load_environment(name)
-        return lambda prompt, truth: ask(environment, Episode(prompt, truth, (Turn(truth),)))
-    judge = load(name)
-    return lambda prompt, truth: judge(
-        VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
-    )
-
-
 def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
     """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
-    one, end = _tried(name, kind), time.monotonic() + TRY_S
+    own: Any = load(name) if kind == "verifier" else load_environment(name)
+    end = time.monotonic() + TRY_S
     for place, prompt, truth in truths:
+        request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
         try:
-            judged = one(prompt, truth)
+            judged = own(request) if kind == "verifier" else ask(own, Episode(prompt, truth, (Turn(truth),)))
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
         except (NameError, ImportError, NotAnOutcome) as error:
