@@ -13,8 +13,10 @@ from examples.ablation.curves import CHARTS, Series, series
 from examples.ablation.results import Outcome
 from examples.ablation.rungs import LADDER, PRESETS
 from examples.ablation.verdicts import Found
-from megatron_dapo.monitor.picture import BLUE, FAINT, GREEN, INK, ORANGE, PALE, SKY, VERMILLION
 
+# Okabe and Ito's colours: told apart with any colour vision, and by lightness in print.
+BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
+INK, FAINT, PALE = "#333333", "#8A8A8A", "#E9E9E9"
 PALETTE = (FAINT, SKY, BLUE, ORANGE, VERMILLION, GREEN)
 COLOURS = dict(zip((rung.name for rung in (*LADDER, *PRESETS)), (*PALETTE, *PALETTE[1:]), strict=True))
 

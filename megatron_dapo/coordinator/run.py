@@ -103,15 +103,11 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         await publish_weights(context, context.progress.weight_version)
         summary = await _measure_and_train(context, seconds, began)
         run_dir.write_json("summary.json", summary)
-        from megatron_dapo.monitor.picture import run_figure  # its library takes time to import: not at the start
-
-        figure = run_figure(read_metrics(run_dir.path), summary)
-        figure.savefig(run_dir.path / "curves.png", bbox_inches="tight", pad_inches=0.12)
     console.summary(summary)
     if config.run.export_at_end:
         first = (*inputs.heldout.prompts, *inputs.prompts.prompts)[0]
         console.note(f"ask the trained model:\n  {ask_command(run_dir.path / 'model', first.text)}")
-    console.note(f"pictures: {run_dir.path / 'curves.png'}; all of them: megatron-dapo report {run_dir.path}")
+    console.note(f"pictures: megatron-dapo report {run_dir.path}")
     return summary
 
 

@@ -16,8 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron_dapo.monitor.picture import plain_axes
-
 WIDTH, HEIGHT = 420, 210
 """Units of the view box; on a wide screen one of them is a little more than a pixel."""
 _PANEL = (48 / WIDTH, 42 / HEIGHT, 362 / WIDTH, 158 / HEIGHT)
@@ -95,7 +93,12 @@ def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72, frameon=False)
     panel = figure.add_axes(_PANEL)
     panel.patch.set_visible(False)
-    plain_axes(panel, text=_FAINT, line=_FAINT, grid=_GRID)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    panel.grid(axis="y", color=_GRID, linewidth=0.9)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=_FAINT, length=0, pad=5)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.spines["bottom"].set_color(_FAINT)
     panel.set_xlim(frame.first - 0.5, max(frame.last, 1) + 0.5)
     panel.set_xlabel(frame.x_label, color=_FAINT, loc="right", labelpad=6)
     panel.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))

@@ -58,7 +58,7 @@ def lines(run_dir: Path) -> list[dict]:
 
 
 def test_the_run_directory_holds_what_the_docs_say(whole):
-    for name in ("config.yaml", "manifest.json", "summary.json", "curves.png", "samples.jsonl", "tensorboard", "model"):
+    for name in ("config.yaml", "manifest.json", "summary.json", "samples.jsonl", "tensorboard", "model"):
         assert (whole / name).exists(), name
     assert not (whole / ".server-key").exists(), "code that is tested later could read it"
     assert {"trainer-rank0.log", "trainer-rank1.log"} <= {file.name for file in (whole / "logs").iterdir()}
