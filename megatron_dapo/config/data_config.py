@@ -97,7 +97,7 @@ class DataConfig(ColumnsConfig):
     (docs/extending.md)."""
 
     deduplicate: bool = True
-    """Keep one row a prompt text, over all files (AIME 2024 ships each of its 30 problems 32 times)."""
+    """Keep one row a prompt text (with an environment: and ground truth), over all files."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

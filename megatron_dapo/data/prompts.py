@@ -188,9 +188,9 @@ class _Reading:
         self.prompts: list[Prompt] = []
         self.counts: Counter[str] = Counter()
         self._config, self._choice, self._tokenizer, self._vocab_size = config, choice, tokenizer, vocab_size
-        self._by_raw: dict[str, str] = {}
+        self._by_raw: dict[tuple[str, str], str] = {}
         """Ground truth of each prompt, as the files hold it."""
-        self._by_text: dict[str, str] = {}
+        self._by_text: dict[tuple[str, str], str] = {}
         """Ground truth of each prompt, as the template makes it."""
 
     def read(self, file: PromptFile) -> None:
@@ -206,7 +206,8 @@ class _Reading:
                 self.counts["broken"] += 1
                 continue
             # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.
-            if self._is_copy(json.dumps(row.prompt), row.answer, self._by_raw):
+            apart = row.answer if file.environment else ""  # games differ by what is to be found
+            if self._is_copy((json.dumps(row.prompt), apart), row.answer, self._by_raw):
                 continue
             raw = instructed(row.prompt, file.columns.instruction, verifier)
             try:
@@ -216,7 +217,7 @@ class _Reading:
                     f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
                     "set data.template to plain or to a text that holds {prompt}"
                 ) from error
-            if self._is_copy(text, row.answer, self._by_text) or self._too_long(ids, place):
+            if self._is_copy((text, apart), row.answer, self._by_text) or self._too_long(ids, place):
                 continue
             if len(ids) == 0 or int(ids.max()) >= self._vocab_size:
                 raise DataError(
@@ -226,7 +227,7 @@ class _Reading:
             about: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.environment}
             self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, chat=chat, **about))
 
-    def _is_copy(self, prompt: str, answer: str, answers: dict[str, str]) -> bool:
+    def _is_copy(self, prompt: tuple[str, str], answer: str, answers: dict[tuple[str, str], str]) -> bool:
         if not self._config.deduplicate:
             return False
         if prompt not in answers:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +184,11 @@ class Evaluator:
             seed=response_seed(self._seed, -1 - at, sample),
         )
         play = Play.of(prompt, request, self.rules)
-        await self._responder.play(place, play, partial(self._generate, forbid))
+
+        async def turn(place: str, request: GenerationRequest) -> Generation:
+            return await self._generate(None if play.earlier else forbid, place, request)
+
+        await self._responder.play(place, play, turn)
         (judged,), (verdict,) = await self._responder.judge(place, prompt, [play])
         versions = play.generation(play.done).weight_versions
         return Answer(

@@ -168,16 +168,6 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
     return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
 
 
-def shares(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Line]:
-    """Of each line the metrics `names` as shares of their sum; without the lines in which that is 0."""
-    counts = [{name: line.get(name) or 0 for name in names} for line in lines]
-    return [
-        {"rollout_step": line["rollout_step"]} | {name: number / sum(each.values()) for name, number in each.items()}
-        for line, each in zip(lines, counts, strict=True)
-        if sum(each.values())
-    ]
-
-
 def _parse(text: bytes, file: Path, number: int) -> Line:
     try:
         line = json.loads(text)

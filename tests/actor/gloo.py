@@ -12,6 +12,10 @@ __all__ = ["RankError", "RankPlace", "RankTimeout", "end_workers", "errors_of", 
 
 ROOT = Path(__file__).parents[2]
 _pool: RankPool | None = None
+_calls = 0
+MOST_CALLS = 20
+"""Of one pool's workers: an actor's wrapper and its hooks on gradients hold each other through C++, and with them the
+threads of all its process groups."""
 
 
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -21,9 +25,12 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float
 
 def shared_pool() -> RankPool:
     """For what takes a pool. Nobody closes it."""
-    global _pool
+    global _pool, _calls
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # spawned processes inherit it: they import the tests by name
+    _calls += 1
+    if _calls % MOST_CALLS == 0:
+        end_workers()
     _pool = _pool or RankPool()
     return _pool
 

@@ -204,6 +204,12 @@ def test_duplicates_that_contradict_each_other_are_counted(tmp_path):
     assert "2 duplicates (1 with another answer)" in got.summary()
 
 
+def test_games_with_the_same_words_differ_by_what_is_to_be_found(tmp_path):
+    rows = [{"prompt": "guess", "answer": answer} for answer in ("1", "2", "1")]
+    got = read(write(tmp_path / "p.jsonl", rows), environment="guess:step")
+    assert ([prompt.answer for prompt in got.prompts], got.counts["duplicates"]) == (["1", "2"], 1)
+
+
 @pytest.mark.parametrize("answer", ["NaN", "Infinity", "1e999", "true", "{}", "[]"])
 def test_what_is_no_answer_is_broken(tmp_path, answer):
     file = write(tmp_path / "p.jsonl", [f'{{"prompt": "a", "answer": {answer}}}\n'])
