@@ -77,7 +77,7 @@ class RolloutConfig:
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user: a weight
     update ends all their requests. `python -m rollout.server.launch_server`, with the arguments of
-    `sglang.launch_server`, starts one that answers in arrays, faster to read than JSON."""
+    `sglang.launch_server`, starts one whose answers are faster to read."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the API key of the servers in `urls`, readable by its owner only. None: they need no key."""

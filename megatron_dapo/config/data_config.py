@@ -96,7 +96,7 @@ class DataConfig(ColumnsConfig):
     """`shuffled`: by `run.seed` and the weights. `module:name`: your own (docs/extending.md)."""
 
     deduplicate: bool = True
-    """Keep one row a prompt text, over all files (AIME 2024 ships each of its 30 problems 32 times)."""
+    """Keep one row a prompt text, over all files."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -128,5 +128,4 @@ class EvaluationConfig(ColumnsConfig):
     """Measure greedy accuracy too."""
 
     forbidden_start: Text | None = None
-    """Also measure, before training, the base model when responses may not begin with this text's first token (printed
-    as "made to work")."""
+    """Also measure the base model with responses that may not begin with this text's first token ("made to work")."""

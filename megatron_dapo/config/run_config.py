@@ -39,7 +39,7 @@ class RunConfig:
     one, or `take_older`: continue from it."""
 
     max_restarts: NonNegativeInt = 3
-    """Restarts from the newest checkpoint after a lost trainer process, at most, without a new checkpoint in
+    """At most so many restarts from the newest checkpoint after lost trainer processes, without a new one in
     between."""
 
     checkpoint_every: NonNegativeInt = 10
