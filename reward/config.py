@@ -53,14 +53,14 @@ class RemoteConfig:
     """Responses of one request, at most."""
 
     connections: Annotated[int, Field(gt=0)] = 8
-    """Requests of one call that are under way at the same time."""
+    """Requests of one call at the same time."""
 
     attempt_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that the service may take to answer one request."""
 
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds until a batch without an answer, tried again and again, stops the run. Below `run.step_deadline_s`, so
-    that the message says what is wrong."""
+    """Seconds until a batch without an answer stops the run; it is sent again meanwhile. Must be below
+    `run.step_deadline_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,25 +68,24 @@ class RewardConfig:
     """Section `reward`: which rule judges a response and how long it may take."""
 
     verifier: VerifierName = "robust"
-    """`robust`: last stated answer, equivalent forms accepted. `exact`: the reference rule of the paper's
-    reproduction. `robust:#### {answer}`: as `robust`, but only what has this form of yours is an answer. `choice`,
-    `json`, `code`, `remote`: for other tasks. Or `module:function`. Or a weighted sum of
-    such, as `robust + 0.2 * module:function`: +1 or -1 of each; the first is the accuracy."""
+    """`robust`: last stated answer, equivalent forms accepted. Others (docs/rewards.md): `exact`, `robust:####
+    {answer}`, `choice`, `json`, `code`, `remote`, `module:function`, or a weighted sum, as `robust + 0.2 *
+    module:function`."""
 
     by_source: dict[str, VerifierName] = field(default_factory=dict)
-    """Verifier of each source whose rows name none themselves, as {gsm8k: robust, contests: code}; other sources have
+    """Verifier of each source whose rows name none, as {gsm8k: robust, contests: code}; other sources have
     `verifier`."""
 
     workers: Annotated[int, Field(gt=0)] = 2
     """Processes for verdicts that cost microseconds: `robust` but for its algebra, `exact`, `choice`."""
 
     algebra_workers: Annotated[int, Field(gt=0)] = 1
-    """Further processes, started when first needed and at a lower priority, for verdicts that may take long and are
-    judged one by one: symbolic equality, `json`, `code`, verifiers of your own, environments."""
+    """Further processes, started when needed, at a lower priority, for slow verdicts, judged one by one: symbolic
+    equality, `json`, `code`, verifiers of your own, environments."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
-    """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the
-    process is killed and the verdict is `timeout` (not correct)."""
+    """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the process is
+    killed and the verdict is `timeout` (wrong)."""
 
     memory_mb: Annotated[int, Field(gt=0)] = 2048
     """Address space a worker may take beyond what it holds at its start."""

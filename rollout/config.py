@@ -46,10 +46,10 @@ class RolloutConfig:
 
     thinking_budget: PositiveInt | None = None
     """Sampled tokens after which a response that still thinks is given `thinking_end`; it goes on up to
-    `max_new_tokens` (ScaleRL, arXiv 2510.13786). Also in evaluations. None: no thinking is interrupted."""
+    `max_new_tokens` (ScaleRL, arXiv 2510.13786). Also in evaluations. None: never."""
 
     thinking_end: Annotated[str, Field(pattern=r"\S")] | None = None
-    """Text that ends the thinking. Its tokens are context alone: no loss, no statistic and no length counts them."""
+    """Text that ends the thinking. Its tokens are context alone: no loss, statistic or length counts them."""
 
     thinking_mark: Annotated[str, Field(min_length=1)] | None = None
     """A response with this text in its first `thinking_budget` tokens has ended its thinking by itself. None:
@@ -68,8 +68,8 @@ class RolloutConfig:
     """SGLang servers to start, unless `urls` names running ones."""
 
     start_quorum: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the servers that must be up, rounded up, for the run to begin once the others take twice as long. These
-    join later, with the weights of that time."""
+    """Share of the servers, rounded up, with which the run begins once the others take twice as long. These join later,
+    with the weights of that time."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs per server (processes, on a CPU)."""
@@ -77,7 +77,7 @@ class RolloutConfig:
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user: a weight
     update ends all their requests. `python -m rollout.server.launch_server`, with the arguments of
-    `sglang.launch_server`, starts one that answers in arrays, faster to read than JSON."""
+    `sglang.launch_server`, starts one whose answers are faster to read."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the API key of the servers in `urls`, readable by its owner only. None: they need no key."""
@@ -111,8 +111,8 @@ class RolloutConfig:
     and each rank of a server hold at most two buckets."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A server that
-    is late (over NCCL: all of its group) is restarted and reads the weights from disk."""
+    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A late server
+    (over NCCL: its whole group) is restarted and reads from disk."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
     """A server sends a response in steps of this many tokens; at most so many are sampled again if it is lost. 0, and

@@ -31,9 +31,8 @@ PLANNED = "examples/qwen2.5_32b/h100_32.yaml"
 HEADER = """# Configuration reference
 
 Made from the code by `make docs`. A config is a YAML file with these sections; on the command line a key is
-`section.key=value`. In brackets: type and default. Defaults are the paper's where the paper states one. Outside the
-sections, `preset: NAME` sets the keys of a recipe ([algorithm.md](algorithm.md#the-family)) that the file does not set
-itself.
+`section.key=value`. In brackets: type and default. Defaults are the paper's where it states one. At the top,
+`preset: NAME` sets a recipe's keys ([algorithm.md](algorithm.md#the-family)) that the file leaves out.
 """
 
 

@@ -29,8 +29,7 @@ class LayoutConfig:
     """Split norms and residuals over the tensor-parallel ranks too; needs `tensor` > 1."""
 
     expert: PositiveInt = 1
-    """Expert-parallel size (EP): the experts of a layer are split over this many of a stage's tensor-, context- and
-    data-parallel ranks."""
+    """Expert-parallel size (EP): a layer's experts are split over this many of a stage's ranks."""
 
     expert_tensor: PositiveInt = 1
     """Tensor-parallel size of each expert (ETP); with `expert` = 1 it is `tensor`."""

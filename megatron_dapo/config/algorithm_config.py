@@ -140,15 +140,15 @@ class DynamicSamplingConfig:
     """Prompts decided for one batch, at most, in multiples of `prompts_per_step`."""
 
     on_limit: Literal["train", "stop"] = "stop"
-    """At the limit: stop the run; or train the smaller batch and raise an alarm."""
+    """At the limit: stop, or train the smaller batch and raise an alarm."""
 
     initial_pass_rate: Fraction = 0.5
     """Share of groups expected to be kept before any was measured."""
 
     surplus: float = -2.0
-    """Prompts sent at a time, in standard deviations from the mean need. -2: for an upper bound of the kept
-    share; no batch sends two deviations too many. 0: every second batch needs a second round; 2: one in fifty, for runs
-    that carry the surplus over; the first batch may send several times its need. Not used in async mode."""
+    """Prompts sent at a time, in standard deviations from the mean need. -2: for an upper bound of the kept share. 0:
+    every second batch needs a second round. 2: one in fifty, for runs that carry the surplus over; the first may send
+    several times its need. Not used in async mode."""
 
     max_staleness: NonNegativeInt = 0
     """Largest age in weight versions of any trained token; older groups are generated again. 0: eq. 8 as it is written.
@@ -177,9 +177,9 @@ class AlgorithmConfig:
     """Section `algorithm`: DAPO (arXiv 2503.14476). The defaults are the paper's."""
 
     policy_loss: Annotated[str, AfterValidator(_known_loss)] = "clipped"
-    """`clipped`: eq. 8. `cispo`, `gspo`, `gmpo`, `sapo`, `reinforce` (truncated importance against the engine): a file
-    each in megatron_dapo/algorithm/losses. `module:name`: your own (docs/extending.md). `sapo` reads `loss_options`,
-    `reinforce` `importance.upper`, the others `clip`."""
+    """`clipped`: eq. 8. `cispo`, `gspo`, `gmpo`, `sapo`, `reinforce` (truncated importance against the engine).
+    `module:name`: your own (docs/extending.md). `sapo` reads `loss_options`, `reinforce` `importance.upper`, the others
+    `clip`."""
 
     loss_options: dict[str, float] = field(default_factory=dict)
     """Arguments of `policy_loss` by name: `positive` and `negative` of `sapo`, all of your own."""

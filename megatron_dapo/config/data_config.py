@@ -26,8 +26,8 @@ class ColumnsConfig:
     broken. None: the schema's."""
 
     source_key: Text | None = None
-    """Column that names the row's source for `reward.by_source`. None: the schema's, or else the file's name without
-    its ending."""
+    """Column that names the row's source for `reward.by_source`. None: the schema's, or the file's name without its
+    ending."""
 
     verifier_key: Text | None = None
     """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
@@ -93,8 +93,7 @@ class DataConfig(ColumnsConfig):
     count it."""
 
     order: Annotated[str, AfterValidator(partial(check_name, table=("shuffled",)))] = "shuffled"
-    """Which prompt comes when. `shuffled`: by `run.seed` and the weights. `module:name`: your own
-    (docs/extending.md)."""
+    """`shuffled`: by `run.seed` and the weights. `module:name`: your own (docs/extending.md)."""
 
     deduplicate: bool = True
     """Keep one row a prompt text (with an environment: and ground truth), over all files."""
@@ -129,5 +128,4 @@ class EvaluationConfig(ColumnsConfig):
     """Measure greedy accuracy too."""
 
     forbidden_start: Text | None = None
-    """Also measure, before training, the base model when responses may not begin with this text's first token (printed
-    as "made to work")."""
+    """Also measure the base model with responses that may not begin with this text's first token ("made to work")."""

@@ -13,14 +13,14 @@ class RunConfig:
     """Section `run`: where a run lives, how long it goes on, what it keeps."""
 
     dir: Text
-    """Run directory: everything the run writes is below it. A directory that holds a run is refused unless `resume`."""
+    """Where the run writes everything. A directory that holds a run is refused unless `resume`."""
 
     rollout_steps: PositiveInt
     """The run ends after this many rollout steps."""
 
     mode: Literal["sync", "colocated", "async"] = "sync"
-    """`sync`: servers and trainer take turns. `colocated`: they take turns on the same GPUs. `async`: servers generate
-    the next batches while the actor trains (`algorithm.dynamic_sampling.ahead`, `.max_staleness`). See
+    """`sync`: servers and trainer take turns. `colocated`: the same, on the same GPUs. `async`: servers generate the
+    next batches while the actor trains (`algorithm.dynamic_sampling.ahead`, `.max_staleness`). See
     docs/run_modes.md."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -35,12 +35,12 @@ class RunConfig:
     `checkpoints/set_aside.*`."""
 
     on_damaged_checkpoint: Literal["stop", "take_older"] = "stop"
-    """When the checkpoint to resume from is damaged: `stop` and name the command that continues from the newest intact
-    one, or `take_older` and continue from that one."""
+    """If the checkpoint to resume from is damaged: `stop` and name the command that continues from the newest intact
+    one, or `take_older`: continue from it."""
 
     max_restarts: NonNegativeInt = 3
-    """When a trainer process is lost, the run restarts from its newest checkpoint, at most this many times without a
-    new checkpoint in between."""
+    """At most so many restarts from the newest checkpoint after lost trainer processes, without a new one in
+    between."""
 
     checkpoint_every: NonNegativeInt = 10
     """Rollout steps between checkpoints; 0 writes only the last one."""
@@ -49,8 +49,8 @@ class RunConfig:
     """How many of the newest checkpoints stay on disk."""
 
     checkpoint_in_background: bool = True
-    """Write checkpoints while the run goes on. The step waits only for a copy in host memory. The run waits for the
-    whole checkpoint where free host memory is less than twice the copies, and for the last one."""
+    """Write checkpoints from a copy in host memory while the run goes on. It waits for the last one, and where free
+    host memory is less than twice the copies."""
 
     export_at_end: bool = True
     """Write the trained model in Hugging Face format to `<dir>/model` when the run ends."""
@@ -67,8 +67,8 @@ class ModelConfig:
     """Section `model`: which weights are trained."""
 
     path: str
-    """Folder in Hugging Face format: config.json, safetensors, tokenizer. Or `hf://OWNER/NAME`, with `@REVISION` behind
-    it if wanted: fetched from the Hugging Face hub before the run begins."""
+    """Folder in Hugging Face format: config.json, safetensors, tokenizer. Or `hf://OWNER/NAME` or
+    `hf://OWNER/NAME@REVISION`: fetched from the Hugging Face hub before the run."""
 
     context_length: PositiveInt
     """Longest prompt plus response in tokens; also the server's context length."""
@@ -78,7 +78,7 @@ class ModelConfig:
     SGLang always ends at the last two's, so these must be included."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights in forward, backward and on servers; optimizer and master weights are float32 always."""
+    """Type of the weights in forward, backward and on servers; optimizer and master weights are float32."""
 
     fp32_head: bool = False
     """Where `dtype` is bfloat16: output layer and log-probs in float32, on trainer (in blocks of the vocabulary) and
@@ -93,8 +93,8 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WandbConfig:
     mode: Literal["off", "offline", "online"] = "off"
-    """Send every metric to Weights & Biases too; `offline` keeps it in `<run.dir>/wandb` for `wandb sync`. Needs the
-    package: pip install 'megatron-dapo[wandb]'."""
+    """Send every metric to Weights & Biases too; `offline` keeps it in `<run.dir>/wandb` for `wandb sync`. Needs pip
+    install 'megatron-dapo[wandb]'."""
 
     project: Text = "megatron-dapo"
     """Project there."""
@@ -129,5 +129,5 @@ class MonitorConfig:
     """The same, above which the run stops. If older weights wrote all tokens (`async`), these are compared."""
 
     sample_responses: NonNegativeInt = 2
-    """Responses of each step kept as text in `<run.dir>/samples.jsonl`, and as many of those without a verdict or on
-    which `exact` and `robust` disagree."""
+    """Responses of each step kept in `<run.dir>/samples.jsonl`, and as many without a verdict or on which `exact` and
+    `robust` disagree."""
