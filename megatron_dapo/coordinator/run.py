@@ -219,11 +219,13 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
     came while the run read its data counts; `train` has removed an earlier one."""
     while not file.exists():
         await asyncio.sleep(STOP_FILE_INTERVAL_S)
+    why = f"{file} is there"
     with suppress(OSError):
         if file.stat().st_size:  # the batch script's; a user's own, which may follow, is empty
+            why = "Slurm's warning before the time limit"
             file.unlink()
     if not stop.done():
-        console.note(f"{file} is there: stopping; what was trained is saved first")
+        console.note(f"{why}: stopping; what was trained is saved first")
         stop.set_result(None)
 
 

@@ -36,6 +36,18 @@ def test_a_file_that_appears_stops_the_run(tmp_path, monkeypatch):
     assert stopped_by(tmp_path / "stop", monkeypatch, appears=True)
 
 
+def test_the_time_limits_warning_is_not_called_the_users_file(tmp_path, monkeypatch):
+    notes = []
+
+    async def test():
+        (tmp_path / "stop").write_text("7\n")
+        stop = asyncio.get_running_loop().create_future()
+        await stop_on_file(tmp_path / "stop", stop, SimpleNamespace(note=notes.append))
+
+    asyncio.run(test())
+    assert notes == ["Slurm's warning before the time limit: stopping; what was trained is saved first"]
+
+
 def test_one_that_came_while_the_process_read_its_data_counts(tmp_path, monkeypatch):
     file = tmp_path / "stop"
     file.touch()
