@@ -77,7 +77,7 @@ def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_
         inputs=SimpleNamespace(heldout=heldout),
         writer=writer,
     )
-    summary = asyncio.run(run._measure_and_train(context, {}, 0.0))
+    summary = asyncio.run(run._measure_and_train(context, {}, 0.0, 0.0))
     folder.write_json("summary.json", summary)
     folder.close()
     assert summary["heldout"] == {"before": None, "baseline": None, "after": None}
@@ -108,9 +108,11 @@ def test_a_resumed_runs_total_holds_the_steps_of_earlier_starts(tmp_path, monkey
         inputs=SimpleNamespace(heldout=heldout),
         writer=SimpleNamespace(show=lambda at, figures: None),
     )
-    seconds = asyncio.run(run._measure_and_train(context, {}, 20.0))["seconds"]
+    seconds = asyncio.run(run._measure_and_train(context, {}, 20.0, 0.0))["seconds"]
+    assert (seconds["total"], seconds["update"]) == (2 * 50 + 110, 4 * 40), "no status.json tells of them"
+    longer = asyncio.run(run._measure_and_train(context, {}, 20.0, 400.0))["seconds"]
     folder.close()
-    assert (seconds["total"], seconds["update"]) == (2 * 50 + 110, 4 * 40)
+    assert longer["total"] == 400 + 110, "with starts, evaluations and steps that were lost"
 
 
 def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_path, monkeypatch):
