@@ -96,8 +96,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     job = "" if state.alive or state.text.startswith("finished") else _job_log(folder)
     going = bool(job) and _may_go_on(folder)
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
-    text = state.text.replace("died without an error message", ended)
-    _print(screen, "state", [text, *job.splitlines()], "bold green" if state.alive else "bold")
+    shown = state.text.replace("died without an error message", ended)
+    _print(screen, "state", [shown, *job.splitlines()], "bold green" if state.alive else "bold")
     _print(screen, "progress", _progress(run, beat, checkpoint))
     if beat is not None and beat.waits:
         age = duration(max(0.0, time.time() - beat.written))
