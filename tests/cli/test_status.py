@@ -21,6 +21,13 @@ from tests.monitor.runs import metrics
 from tests.processes import ROOT
 from tests.report.folders import write_lines, write_run
 
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """No Slurm of this machine answers."""
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
+
+
 HOLD = """
 import sys
 from megatron_dapo.storage.run_dir import RunDir
