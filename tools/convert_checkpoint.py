@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Like an interrupt from the keyboard: workers are ended and what was written is removed on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # a bar holds a semaphore, which its ended process would leave
     import_megatron()
     from megatron_dapo.actor.weights.hf_files import WeightsError
     from tools.conversion.verify import VerifyError

@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runs = [Run(path) for path in given.run]
         profiles = [profile_run(run, skip=given.skip, peak_flops=peak, tail_share=given.tail_share) for run in runs]
+        _write_pages(profiles, given.out)
         if given.trace is not None:
             _write_trace(profiles[0], given.trace)
         if given.calibration is not None:
             _write_calibration(runs[0], profiles[0], given)
-        _write_pages(profiles, given.out)
     except (ConfigError, MetricsError, ReportError, SpanError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -77,7 +77,9 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) ->
         "sync_mb_per_s": over(synced / 1e6, seconds["weight_sync"]) if synced else None,
     }
     recorded = recorded_steps(read_spans(run.path), skip=before["rollout_step"])
-    figures |= _lengths(lines) | timeline_figures(recorded, layers=hf.num_layers if hf else None, tail_share=tail_share)
+    fleet = len(run.setting("rollout.urls") or ()) or run.setting("rollout.servers") or 1
+    layers = hf.num_layers if hf else None
+    figures |= timeline_figures(recorded, layers=layers, servers=fleet, tail_share=tail_share) | _lengths(lines)
     apart = f"{trainer} train and {servers} generate" + (", in turns" if together < trainer + servers else "")
     what = f"{together} GPUs, {apart}" if together else "on CPUs: no figures a GPU, no MFU"
     parameters = f", {run.parameters / 1e6:,.1f} million parameters" if run.parameters else ""

@@ -58,11 +58,12 @@ def recorded_steps(found: Mapping[int, Sequence[ProcessStep]], *, skip: int) -> 
     return steps
 
 
-def timeline_figures(steps: Sequence[RecordedStep], *, layers: int | None, tail_share: float) -> Figures:
+def timeline_figures(steps: Sequence[RecordedStep], *, layers: int | None, servers: int, tail_share: float) -> Figures:
     """All of them, None where the layout has no such thing or nothing was recorded.
 
     Args:
         layers: of the model; None where it is not known.
+        servers: that the run has; one that is started again has another address.
         tail_share: a moment of the rollout belongs to its tail when fewer than this share of the responses run that ran
             at its fullest moment.
     """
@@ -82,7 +83,7 @@ def timeline_figures(steps: Sequence[RecordedStep], *, layers: int | None, tail_
         "compute": over(compute, update),
         "dp_imbalance": _imbalance(steps),
         "rollout_tail": _tail(steps, tail_share),
-        "server_imbalance": _server_imbalance(steps),
+        "server_imbalance": _server_imbalance(steps, servers),
         "peak_memory": max((peak for rank in ranks for peak in peaks(rank).values()), default=None),
     }
 
@@ -168,15 +169,11 @@ def _tail(steps: Sequence[RecordedStep], share: float) -> float | None:
     return over(low, whole)
 
 
-def _server_imbalance(steps: Sequence[RecordedStep]) -> float | None:
-    """Tokens of the server that wrote most over the mean, less 1."""
-    tokens: dict[str, int] = defaultdict(int)
-    for step in steps:
-        for url, spans in step.requests.items():
-            tokens[url] += sum(span.about["tokens"] for span in spans)
-    counts: list[int] = list(tokens.values())
-    total = sum(counts)
-    return max(counts) * len(counts) / total - 1 if len(counts) > 1 and total else None
+def _server_imbalance(steps: Sequence[RecordedStep], servers: int) -> float | None:
+    """Tokens of the server that wrote most in each step over the mean, less 1."""
+    written = [[sum(span.about["tokens"] for span in spans) for spans in step.requests.values()] for step in steps]
+    total = sum(map(sum, written))
+    return sum(map(max, filter(None, written))) * servers / total - 1 if servers > 1 and total else None
 
 
 def over(total: float, by: float) -> float | None:

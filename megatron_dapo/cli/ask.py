@@ -30,6 +30,7 @@ def ask(
 ) -> None:
     """Answer one prompt: by a server on a GPU, by plain transformers on a CPU, where a server takes longer to start."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import torch
 
     from megatron_dapo.data.prompts import instructed, render

@@ -1,8 +1,10 @@
 """`megatron-dapo status`: where a run is, what it waits for, what went wrong, what looks wrong."""
 
 import socket
+import subprocess
 import time
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +22,9 @@ from megatron_dapo.storage.run_dir import newest_step
 SILENT_S = 600.0
 """So long a run on another machine may give no sign of life: clocks differ, and shared disks show files late."""
 
+LOG_LINES = 4
+"""Shown of a job's end: Slurm's own lines follow the reason."""
+
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
@@ -35,13 +40,26 @@ def status(
 
 
 def _may_go_on(folder: Path) -> bool:
-    """Whether the newest Slurm job says that it goes back into the queue, or has written something just now."""
+    """Whether the newest Slurm job says that it goes back into the queue, or has written something just now; not where
+    Slurm has no job of the run any more."""
     log = _newest_log(folder)
     if log is None:
         return False
     last = log.read_text(errors="replace")[-2000:]
     requeued = "going back into the queue" in last.replace("not going back", "") or "DUE TO" in last
-    return requeued or time.time() - log.stat().st_mtime < SILENT_S
+    recent = time.time() - log.stat().st_mtime < SILENT_S
+    return (requeued or recent) and _has_job(log, int(time.time() / QUIET_S))
+
+
+@lru_cache(maxsize=1)
+def _has_job(log: Path, _period: int) -> bool:
+    """Whether Slurm has a job, waiting or running, that writes beside `log`; also where Slurm cannot be asked."""
+    command = ["squeue", "--noheader", "--Format=stdout:4096"]
+    with suppress(OSError, KeyError, subprocess.SubprocessError):
+        command += [f"--user={log.owner()}"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=QUIET_S, check=True).stdout
+        return f"{log.parent.resolve()}/" in found
+    return True
 
 
 def _newest_log(folder: Path) -> Path | None:
@@ -49,19 +67,20 @@ def _newest_log(folder: Path) -> Path | None:
 
 
 def _job_log(folder: Path) -> str:
-    """Where the newest Slurm job says why it ended; empty without one."""
+    """Where the newest Slurm job says why it ended, and its last lines; empty without one."""
     log = _newest_log(folder)
-    return f"what its job says: {log}" if log else ""
+    last = log.read_text(errors="replace")[-2000:].splitlines()[-LOG_LINES:] if log else []
+    return "\n".join([f"what its job says: {log}", *last]) if log else ""
 
 
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a terminal first."""
     if (folder / "logs").is_dir() and not any((folder / name).exists() for name in RUN_FILES):
         job = _job_log(folder) or "its job waits in the queue, or was not submitted"
-        if not clear:
+        if not clear or (_newest_log(folder) and not _may_go_on(folder)):
             raise ReportError(f"{folder}: no run has begun there; {job}")
         screen.clear()
-        screen.print(f"{folder}: no run has begun there yet; {job}")
+        screen.print(f"{folder}: no run has begun there yet; {job}", markup=False)
         return True
     beat = read_heartbeat(folder)
     try:
@@ -76,7 +95,9 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     _print(screen, "run", [str(folder.resolve())])
     job = "" if state.alive or state.text.startswith("finished") else _job_log(folder)
     going = bool(job) and _may_go_on(folder)
-    _print(screen, "state", [state.text, *filter(None, [job])], "bold green" if state.alive else "bold")
+    ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
+    shown = state.text.replace("died without an error message", ended)
+    _print(screen, "state", [shown, *job.splitlines()], "bold green" if state.alive else "bold")
     _print(screen, "progress", _progress(run, beat, checkpoint))
     if beat is not None and beat.waits:
         age = duration(max(0.0, time.time() - beat.written))
@@ -85,7 +106,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         _print(screen, "waits", ["for nothing: the coordinator computes" if beat else f"not known: no {FILE}"])
     _print(screen, "last error", _error(beat))
     for note in run.notes:
-        _print(screen, "note", [note])
+        if not (state.alive and note.startswith("metrics.jsonl is missing")):
+            _print(screen, "note", [note])
     if not alarms:
         _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
     for alarm in alarms:

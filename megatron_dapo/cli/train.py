@@ -66,7 +66,8 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
         if code is None:
             raise
         if code is ExitCode.CONTINUE:
-            console.note(f"stopped; continue with: {again}")
+            script = " (a batch job: by its script)" if "SLURM_JOB_ID" in os.environ else ""
+            console.note(f"stopped; continue with: {again}{script}")
         else:
             console.error(named(error))
             if changed := getattr(error, "overrides", ()):

@@ -43,6 +43,8 @@ class Heartbeat:
     error: str | None = None
     """The last error, also of an earlier start of the same run."""
     error_at: float | None = None
+    earlier_s: float = 0.0
+    """Seconds of the earlier starts of the same run."""
 
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
@@ -75,7 +77,7 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
 
 
 @asynccontextmanager
-async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: Console) -> AsyncIterator[None]:
+async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: Console) -> AsyncIterator[Heartbeat]:
     """Writes `status.json` as long as the body runs; an error that leaves the body is its last entry, and goes on.
 
     Args:
@@ -87,9 +89,10 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: 
     beat = Heartbeat(pid=os.getpid(), host=socket.gethostname(), started=time.time(), rollout_steps=rollout_steps)
     if earlier:
         beat.error, beat.error_at = earlier.error, earlier.error_at
+        beat.earlier_s = earlier.earlier_s + max(0.0, earlier.written - earlier.started)
     beating = asyncio.create_task(_beat(run_dir, waits, beat, console))
     try:
-        yield
+        yield beat
         beat.state = "finished"
     except (StopRequested, asyncio.CancelledError):
         beat.state = "stopped"

@@ -93,15 +93,17 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
             return done
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
-        await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps, console))
+        beat = await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps, console))
         base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
-        context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
+        context = await waits.wait_for(
+            "start (each part has its own deadline)", "trainer and servers", deadline, start_run(base), stoppable=True
+        )
         seconds = {"start": time.monotonic() - clock}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)
-        summary = await _measure_and_train(context, seconds, began)
+        summary = await _measure_and_train(context, seconds, began, beat.earlier_s)
         run_dir.write_json("summary.json", summary)
     console.summary(summary)
     if config.run.export_at_end:
@@ -124,7 +126,9 @@ def tune_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-async def _measure_and_train(context: RunContext, seconds: dict[str, float], began: float) -> dict[str, Any]:
+async def _measure_and_train(
+    context: RunContext, seconds: dict[str, float], began: float, earlier_s: float
+) -> dict[str, Any]:
     config, first = context.config, context.progress.rollout_step
 
     @contextmanager
@@ -151,7 +155,7 @@ async def _measure_and_train(context: RunContext, seconds: dict[str, float], beg
     for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
         seconds[phase] = sum(line.get(f"timing/{phase}", 0.0) for line in lines)
     earlier = sum(line.get("timing/step", 0.0) for line in lines if line["rollout_step"] <= first)  # of earlier starts
-    seconds["total"] = earlier + time.monotonic() - began
+    seconds["total"] = max(earlier, earlier_s) + time.monotonic() - began
     return {
         "rollout_steps": progress.rollout_step,
         "optimizer_steps": progress.optimizer_step,
@@ -215,11 +219,13 @@ async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Consol
     came while the run read its data counts; `train` has removed an earlier one."""
     while not file.exists():
         await asyncio.sleep(STOP_FILE_INTERVAL_S)
+    why = f"{file} is there"
     with suppress(OSError):
         if file.stat().st_size:  # the batch script's; a user's own, which may follow, is empty
+            why = "Slurm's warning before the time limit"
             file.unlink()
     if not stop.done():
-        console.note(f"{file} is there: stopping; what was trained is saved first")
+        console.note(f"{why}: stopping; what was trained is saved first")
         stop.set_result(None)
 
 

@@ -62,7 +62,7 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
         return Liveness(False, "finished" if finished else none)
     when = f"({duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'})"
     if beat.state != "running":
-        how = {"stopped": "stopped by a signal, continue with run.resume=true", "failed": "failed, see the last error"}
+        how = {"stopped": "stopped and saved, continue with run.resume=true", "failed": "failed, see the last error"}
         return Liveness(False, f"{how.get(beat.state, beat.state)} {when}")
     process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
     if elsewhere and abs(age) <= STALE_S:

@@ -140,7 +140,7 @@ def batch_script(
     if limit is not None and warn_s >= limit:
         raise ConfigError(
             f"--warn {warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
-            "be told to save when it starts; lower the one or raise the other"
+            f"be told to save when it starts; lower the one (--warn={ceil(limit / 3)}) or raise the other"
         )
     if config.run.resume_step is not None:
         raise ConfigError(
@@ -169,6 +169,7 @@ def batch_script(
     environment.filters["quote"] = shlex.quote
     return environment.get_template("run.sbatch.j2").render(
         options=options,
+        whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
         config=config_file.name,
         name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",

@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -35,6 +37,12 @@ def test_the_models_chat_template_surrounds_the_prompt(capsys):
     assert capsys.readouterr().out == answer
     ask(BASE, PROBLEM, 3)
     assert len(capsys.readouterr().out) < len(answer)
+
+
+def test_nothing_but_the_answer_is_shown():
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "ask", str(BASE), "1 + 1?", "--max-new-tokens=1"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    assert "Loading" not in done.stderr
 
 
 def test_a_model_alone_gets_what_its_files_say_and_one_of_a_run_that_runs_config(tmp_path):

@@ -21,6 +21,13 @@ from tests.monitor.runs import metrics
 from tests.processes import ROOT
 from tests.report.folders import write_lines, write_run
 
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    """No Slurm of this machine answers."""
+    monkeypatch.setenv("SLURM_CONF", os.devnull)
+
+
 HOLD = """
 import sys
 from megatron_dapo.storage.run_dir import RunDir
@@ -246,7 +253,12 @@ def test_a_dead_run_under_slurm_names_the_log_of_its_job(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("says", "waits"),
     [
+        ("saved; job 7 is going back into the queue", True),
         ("saved; going back into the queue", True),
+        (
+            "saved; job 7 may not start again, so not going back into the queue. The next job of the chain goes on",
+            False,
+        ),
         ("saved; stopped by stop, so not going back into the queue. To go on, submit the script again", False),
         ("CANCELLED AT 2026-11-23T17:00:00 DUE TO PREEMPTION", True),
         ("an error", False),
@@ -261,3 +273,56 @@ def test_a_dead_run_is_followed_only_where_its_job_may_start_again(says, waits, 
     paused = []
     followed(tmp_path, monkeypatch, lambda: paused.append(1))
     assert bool(paused) == waits
+
+
+def slurm_has(queue, folder, monkeypatch) -> None:
+    """A program that stands in for squeue: the log files that its jobs write."""
+    program = folder / "bin" / "squeue"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho '{queue}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    status._has_job.cache_clear()
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_run_whose_jobs_have_left_the_queue_is_followed_no_more(queued, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "slurm-7.log").write_text("saved; job 7 is going back into the queue\n")
+    write_lines(folder / "status.json", [asdict(beat(state="stopped"))])
+    slurm_has(f"{folder}/logs/slurm-8.log" if queued else f"{folder}2/logs/slurm-9.log", tmp_path, monkeypatch)
+    paused = []
+    followed(folder, monkeypatch, lambda: paused.append(1))
+    assert bool(paused) == queued
+    assert "saved; job 7 is going back into the queue" in capsys.readouterr().out
+
+
+def test_a_job_that_failed_before_its_run_began_ends_the_following_with_its_last_lines(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "slurm-7.log").write_text("[a]\n" * 9 + "DataError: no rows\nsrun: error: exit code 2\n")
+    slurm_has("", tmp_path, monkeypatch)
+    with pytest.raises(
+        ReportError, match=r"(?s)no run has begun there; .*slurm-7.log.*DataError: no rows\nsrun: error"
+    ):
+        followed(folder, monkeypatch)
+
+
+def test_a_cancelled_job_says_so(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    says = "SIGTERM: stopping; scancel leaves no time to save\nslurmstepd: error: *** JOB 7 CANCELLED AT 2026 ***\n"
+    (tmp_path / "logs" / "slurm-7.log").write_text(says)
+    write_lines(tmp_path / "status.json", [asdict(beat())])
+    status_command(tmp_path)
+    text = capsys.readouterr().out
+    assert text.index("ended by SIGTERM") < text.index("*** JOB 7 CANCELLED")
+
+
+def test_a_run_that_starts_lacks_no_file(tmp_path, capsys):
+    write_lines(tmp_path / "status.json", [asdict(beat(written=time.time(), host="node-9"))])
+    status_command(tmp_path)
+    assert "metrics.jsonl is missing" not in capsys.readouterr().out
+    write_lines(tmp_path / "status.json", [asdict(beat(state="failed"))])
+    status_command(tmp_path)
+    assert "metrics.jsonl is missing" in capsys.readouterr().out

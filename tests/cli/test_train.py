@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dapo.cli import train
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.storage.run_dir import RunDirError
 
 
@@ -93,3 +94,14 @@ def test_what_a_signal_promises(job, number, words, monkeypatch):
     (line,) = said
     assert line.startswith(f"{number.name}: stopping; ")
     assert words in line
+
+
+def test_a_batch_job_that_stops_is_not_told_to_be_started_by_hand_alone(tmp_path, monkeypatch, capfd):
+    def load(*_):
+        raise StopRequested
+
+    monkeypatch.setattr(train, "prepare_environment", lambda: None)
+    monkeypatch.setattr(train, "load_config", load)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert train.train_command(tmp_path / "c.yaml", []) == ExitCode.CONTINUE
+    assert "(a batch job: by its script)" in " ".join(capfd.readouterr().out.split())

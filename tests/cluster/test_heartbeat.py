@@ -178,3 +178,16 @@ def test_a_file_of_an_earlier_version_has_no_progress(run_dir):
         json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "progress"})
     )
     assert read_heartbeat(run_dir.path).progress == {}
+
+
+def test_the_seconds_of_earlier_starts_add_up(run_dir):
+    def last(started, written):
+        file = run_dir.path / "status.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"started": started, "written": written}))
+
+    live(run_dir, nothing)
+    last(1000.0, 1090.0)
+    live(run_dir, nothing)
+    last(2000.0, 2130.0)
+    live(run_dir, nothing)
+    assert read_heartbeat(run_dir.path).earlier_s == 90 + 130

@@ -36,6 +36,18 @@ def test_a_file_that_appears_stops_the_run(tmp_path, monkeypatch):
     assert stopped_by(tmp_path / "stop", monkeypatch, appears=True)
 
 
+def test_the_time_limits_warning_is_not_called_the_users_file(tmp_path, monkeypatch):
+    notes = []
+
+    async def test():
+        (tmp_path / "stop").write_text("7\n")
+        stop = asyncio.get_running_loop().create_future()
+        await stop_on_file(tmp_path / "stop", stop, SimpleNamespace(note=notes.append))
+
+    asyncio.run(test())
+    assert notes == ["Slurm's warning before the time limit: stopping; what was trained is saved first"]
+
+
 def test_one_that_came_while_the_process_read_its_data_counts(tmp_path, monkeypatch):
     file = tmp_path / "stop"
     file.touch()
@@ -65,7 +77,7 @@ def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_
         inputs=SimpleNamespace(heldout=heldout),
         writer=writer,
     )
-    summary = asyncio.run(run._measure_and_train(context, {}, 0.0))
+    summary = asyncio.run(run._measure_and_train(context, {}, 0.0, 0.0))
     folder.write_json("summary.json", summary)
     folder.close()
     assert summary["heldout"] == {"before": None, "baseline": None, "after": None}
@@ -96,9 +108,11 @@ def test_a_resumed_runs_total_holds_the_steps_of_earlier_starts(tmp_path, monkey
         inputs=SimpleNamespace(heldout=heldout),
         writer=SimpleNamespace(show=lambda at, figures: None),
     )
-    seconds = asyncio.run(run._measure_and_train(context, {}, 20.0))["seconds"]
+    seconds = asyncio.run(run._measure_and_train(context, {}, 20.0, 0.0))["seconds"]
+    assert (seconds["total"], seconds["update"]) == (2 * 50 + 110, 4 * 40), "no status.json tells of them"
+    longer = asyncio.run(run._measure_and_train(context, {}, 20.0, 400.0))["seconds"]
     folder.close()
-    assert (seconds["total"], seconds["update"]) == (2 * 50 + 110, 4 * 40)
+    assert longer["total"] == 400 + 110, "with starts, evaluations and steps that were lost"
 
 
 def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_path, monkeypatch):

@@ -141,6 +141,13 @@ def test_the_command_prints_tables_or_json():
     assert tree["step"]["gpu_hours"] > 0
 
 
+def test_a_model_that_cpus_train_is_planned_for_gpus_and_the_plan_says_so():
+    text = CliRunner().invoke(app, ["plan", str(RECIPES.parent / "quickstart" / "dapo.yaml")]).stdout
+    assert "Model: 0.8" in text
+    assert "million parameters" in text
+    assert "Planned for GPUs, as the calibration describes them." in text
+
+
 def test_the_command_fails_where_something_does_not_fit():
     answer = CliRunner().invoke(app, ["plan", str(RECIPES / "h100_32.yaml"), "--gpu-memory", "40"])
     assert answer.exit_code == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dapo.cli.status import _has_job
 from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.ledger import read_ledger
 from tests.ledger_check import check_ledger
@@ -52,7 +53,8 @@ def write_script(tmp_path: Path, *overrides: str) -> tuple[Path, Path]:
     return script, run_dir
 
 
-def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path):
+def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])  # `status` asks this cluster
     script, run_dir = write_script(tmp_path)
     assert "#SBATCH --nodes=2" in script.read_text(), "the trainer's TP group fills a node, the server needs another"
     job = submit(script, slurm)
@@ -60,11 +62,14 @@ def test_a_warned_job_is_requeued_and_goes_on_without_a_gap(slurm, tmp_path):
     until(lambda: f"step 1/{STEPS}" in text(log), 600, log, slurm)
     # As `--signal=B:USR1@60` does when the time limit is near.
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=slurm, check=True)
-    until(lambda: "going back into the queue" in text(log), 300, log, slurm)
+    until(lambda: f"saved; job {job} is going back into the queue" in text(log), 300, log, slurm)
+    assert "Slurm's warning before the time limit: stopping" in text(log)
+    assert _has_job.__wrapped__(log, 0), "in the queue again"
     assert "2 node(s) have joined Ray" in text(log)
     assert "resuming" not in text(log), "the first start"
     until(lambda: re.search(r"resuming after rollout step [1-9]", text(log)), 600, log, slurm)
     until(lambda: state(job, slurm) == "COMPLETED", 600, log, slurm)
+    until(lambda: not _has_job.__wrapped__(log, 0), 60, log, slurm)
 
     events = read_ledger(run_dir / "ledger.jsonl")
     check_ledger(events)

@@ -104,6 +104,8 @@ def test_whole_nodes_are_asked_for_whole_and_one_gpu_alone():
     assert "--mem=0" not in requested(script(folder / "h100_32.yaml", sbatch=["--mem-per-gpu=200G"]))
     assert "gpus-per-node" not in script(gpus_per_node=0)
     assert "exclusive" not in script(gpus_per_node=0)
+    two = requested(script(overrides=["actor.layout.tensor=2"], gpus_per_node=0, cpus_per_node=2))
+    assert {"--nodes=2", "--exclusive", "--mem=0"} <= set(two)
 
 
 def step_of(text: str) -> list[str]:
@@ -222,7 +224,7 @@ def test_a_node_that_srun_did_not_start_says_so(tmp_path):
         (['run.dir="/tmp/a\\nrm -rf b"'], {}, "line break"),
         ([], {"sbatch": ("--partition=a\ntouch b",)}, "line break"),
         ([], {"time": "1:00:00\ntouch b"}, "no time limit of Slurm's"),
-        ([], {"time": "10", "warn_s": 600}, "no longer than that"),
+        ([], {"time": "10", "warn_s": 600}, r"no longer than that.*\(--warn=200\)"),
         (["run.resume=true", "run.resume_step=3"], {}, "run.resume_step = 3: every start"),
     ],
 )
@@ -283,6 +285,12 @@ def test_only_a_run_that_says_continue_goes_back_into_the_queue(job):
     assert "requeue 7" in job(75)
     assert "requeue" not in job(6)
     assert "requeue" not in job(0)
+
+
+def test_a_job_that_may_not_be_requeued_says_how_its_run_goes_on(job, tmp_path):
+    shown = job(75, f"""echo '[ "$1" = show ] && echo Requeue=0 || echo "$@"' >{tmp_path}/bin/scontrol""")
+    assert "requeue 7" not in shown
+    assert "job 7 may not start again, so not going back into the queue. The next job of the chain" in shown
 
 
 def test_starts_that_save_nothing_end_some_time(job):

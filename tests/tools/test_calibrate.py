@@ -132,7 +132,8 @@ def test_what_cannot_calibrate_is_refused(tmp_path, capsys):
     assert "monitor.timeline_every" in capsys.readouterr().err
     cpu = write_run(tmp_path / "cpu", device="cpu")
     write_timeline(cpu, 2)
-    assert main([str(cpu), "--calibration", str(tmp_path / "c.yaml")]) == 2
+    assert main([str(cpu), "--calibration", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "report")]) == 2
+    assert (tmp_path / "report.md").exists(), "what can be written is"
     assert "--peak-flops" in capsys.readouterr().err
     (cpu / "timeline" / "rank0.jsonl").write_text("rubbish\n")
     assert main([str(cpu)]) == 2

@@ -296,6 +296,7 @@ def test_the_command(tool, tmp_path, capfd):
     told = capfd.readouterr().err
     assert "46 tensors are equal, bit for bit" in told
     assert "logits of" in told
+    assert "Loading" not in told, "a bar's semaphore would be left by its worker"
     assert main(there) == 2
     assert "is there already; give --overwrite" in capfd.readouterr().err
     back = ["to-hf", str(tmp_path / "megatron"), str(tmp_path / "back"), "--processes", "1", "--tensor", "2"]

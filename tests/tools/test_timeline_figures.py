@@ -1,6 +1,7 @@
 """Bubble, communication, imbalance, tail and memory of a made-up step, by hand; and its trace."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,18 @@ def steps_of(tmp_path, *, skip=0, **layout):
     return recorded_steps(read_spans(tmp_path), skip=skip)
 
 
-def figures(steps, tail=0.5, layers=2):
-    return timeline_figures(steps, layers=layers, tail_share=tail)
+def figures(steps, tail=0.5, layers=2, servers=2):
+    return timeline_figures(steps, layers=layers, servers=servers, tail_share=tail)
+
+
+def test_a_server_that_was_started_again_is_one_server(tmp_path):
+    (one,) = steps_of(tmp_path)  # 100 tokens, all of http://a:1
+    again = replace(one, requests={"http://a:2": one.requests["http://a:1"]})
+    assert figures([one, again], servers=1)["server_imbalance"] is None
+    assert figures([one, again], servers=2)["server_imbalance"] == pytest.approx(1.0), "the other wrote nothing"
+    spans = one.requests["http://a:1"]
+    both = replace(one, requests={"http://a:2": spans[:3], "http://b:1": spans[3:]})
+    assert figures([one, both])["server_imbalance"] == pytest.approx((100 + 60) / 100 - 1)
 
 
 def test_shares_of_the_update(tmp_path):
