@@ -1,5 +1,6 @@
 """Tries one verifier in a process of its own: `python -m reward.pool.trial NAME`, started by `reward.check`."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ def _try(name: str, truths: Sequence[Truth]) -> None:
     judge, end = load(name), time.monotonic() + TRY_S
     for place, prompt, truth in truths:
         request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+        # Its thread needs no lock of Python's, which a regular expression without end keeps.
+        faulthandler.dump_traceback_later(float(sys.argv[-1]), exit=True)
         try:
             judged: object = judge(request)
         except VerifierError as error:
@@ -31,8 +34,8 @@ def _try(name: str, truths: Sequence[Truth]) -> None:
 
 
 def main() -> None:
-    """Tries the verifier that the argument names on the `Truth`s of standard input. `DONE` is written once it can be
-    run; the exit code is 0 unless a ground truth is refused."""
+    """Tries the verifier that the first argument names on the `Truth`s of standard input, each for as many seconds as
+    the last one says. `DONE` is written once it can be run; the exit code is 0 unless a ground truth is refused."""
     truths = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:
