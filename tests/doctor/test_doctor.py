@@ -144,9 +144,8 @@ def test_own_code_that_cannot_be_used_fails(changes, said, config):
 
 def test_what_is_seldom_meant_is_a_warning(config, tmp_path):
     """Prompts that come twice in a step, held-out problems that are trained on, a clip in per cent, prose as answer."""
-    (tmp_path / "p.jsonl").write_text(
-        '{"prompt": "1 + 1?", "answer": "' + "What is one and one, asks Tom of Ann?" + '"}\n'
-    )
+    row = {"prompt": "1 + 1?", "answer": "What is one and one, so asks Tom of Ann?"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     mine = str(tmp_path / "p.jsonl")
     changes = {"data.path": mine, "evaluation.path": mine, "algorithm.clip.high": 28.0}
     found = of(config_checks.check_inputs, config, changes)
