@@ -42,7 +42,7 @@ def check_verifiers(
         if entry.remote and config.remote.url is None:
             raise VerifierError(f"{place} = {name}: reward.remote.url is not set; give the address of the service")
         tried_on = () if truths is None or name in VERIFIERS else truths.get(whole, ())
-        if not entry.remote and not entry.fast and (reason := _why_not(name, tried_on)):
+        if not entry.remote and not entry.fast and (reason := _why_not(name, tried_on, limit_s=config.timeout_s)):
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
@@ -58,7 +58,7 @@ def check_environments(names: Mapping[str, str], truths: Mapping[str, Sequence[T
         VerifierError: one cannot, refuses one of them, or returns no outcome.
     """
     for name, place in names.items():
-        if reason := _why_not(name, (truths or {}).get(name, ()), "environment"):
+        if reason := _why_not(name, (truths or {}).get(name, ()), "environment", START_LIMIT_S):
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
@@ -76,18 +76,21 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
             load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 
-def _why_not(name: str, truths: Sequence[Truth], kind: str = "verifier") -> str:
-    """Why a verifier or an environment cannot be run here; empty if it can."""
+def _why_not(name: str, truths: Sequence[Truth], kind: str = "verifier", limit_s: float = TRY_S) -> str:
+    """Why a verifier or an environment cannot be run here, or takes longer than `limit_s` for one answer; empty if it
+    can."""
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", "reward.pool.trial", name, kind],
+            [sys.executable, "-m", "reward.pool.trial", name, kind, str(limit_s)],
             input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        if DONE in (error.stdout or b""):  # a ground truth that takes long: the pool has a limit for that
+        if DONE in (error.stdout or b""):  # its threads may not let it end
             return ""
         return f"its import has not ended after {START_LIMIT_S:g} s"
     if tried.returncode == 0 and DONE in tried.stdout:
         return ""
-    log = tried.stderr.decode("utf-8", "replace").strip()[-500:]
-    return f"a trial ended with exit code {tried.returncode}: {log or '(nothing)'}"
+    log = tried.stderr.decode("utf-8", "replace").strip()
+    if "Timeout (" in log:  # as faulthandler begins when it ends a process
+        return f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{log[log.rfind('Timeout (') :][:500]}"
+    return f"a trial ended with exit code {tried.returncode}: {log[-500:] or '(nothing)'}"

@@ -1,6 +1,7 @@
 """What a config names: an entry of a table, or code of the user's own as `module:name`."""
 
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any
@@ -16,9 +17,12 @@ def check_name(name: str, table: Collection[str]) -> str:
 
 
 def load_named(path: str) -> Callable[..., Any]:
-    """The function or class `module:name`. Raises ImportError, whatever is wrong with the module."""
+    """The function or class `module:name`; the working directory counts, last. Raises ImportError, whatever is wrong
+    with the module."""
     module, _, item = path.partition(":")
     try:
+        if module not in sys.modules and importlib.util.find_spec(module.partition(".")[0]) is None:
+            sys.path.extend({""} - {*sys.path})
         found = vars(importlib.import_module(module)).get(item)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         hint = "; set PYTHONPATH to the folder of the module" if isinstance(error, ModuleNotFoundError) else ""

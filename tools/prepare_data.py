@@ -183,7 +183,7 @@ def _rows(
     keys = {name: vars(options)[name] for name in ("prompt_key", "answer_key", "answer_after", "source_key")}
     columns = resolve(ColumnsConfig(**keys), SCHEMAS[cast(Schema, options.schema)])
     for path in files:
-        file = PromptFile(path=path, setting="the argument", columns=columns, name=path.stem)
+        file = PromptFile(path=path, setting="options", columns=columns, name=path.stem)
         for place, record in raw_rows(path, "the argument"):
             counts["read"] += 1
             try:

@@ -22,7 +22,7 @@ _TEMPLATE = "chat, plain or a text with {prompt}; else the run's, or the model's
 
 
 def ask(
-    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face format.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="Folder in Hugging Face format, or a run.")],
     prompt: Annotated[str, typer.Argument(help="The text of one problem.")],
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Else the run's limit, at most 2048.")] = None,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
@@ -38,6 +38,7 @@ def ask(
 
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give the text of one problem")
+    model = model / "model" if (model / "config.yaml").is_file() else model
     config = model_config(model, [f"data.template={json.dumps(template)}"] if template else [])
     text = load_text_tools(model)
     raw = prompt if template else instructed(prompt, config.data.instruction, config.reward.verifier)

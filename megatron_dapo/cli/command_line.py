@@ -26,11 +26,10 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: a directory without a config; the hub does not answer.
     """
-    if source.is_dir() and not (source / "config.yaml").is_file():
-        raise ConfigError(f"{source}: no config.yaml there; give a config file, or the directory of a run")
-    if not source.exists():
-        raise ConfigError(f"{source}: is not there; give a config file, or the directory of a run")
-    return with_local_paths(load_config(source / "config.yaml" if source.is_dir() else source, overrides))
+    if not source.is_file() and not (source / "config.yaml").is_file():
+        fault = "no config.yaml there" if source.is_dir() else "is not there"
+        raise ConfigError(f"{source}: {fault}; give a config file, or the directory of a run")
+    return with_local_paths(load_config(source, overrides))
 
 
 LONGEST_CONTEXT, LONGEST_PROMPT = 32768, 2048
@@ -51,6 +50,7 @@ def model_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
     run = folder.resolve().parent / "config.yaml"
     if folder.resolve().name == "model" and run.is_file():
+        print(f"settings of {run}", file=sys.stderr)
         return load_config(run, [*overrides, f"model.path={json.dumps(str(folder))}"])
     told = read_json(folder / "config.json")
     context = min(told.get("max_position_embeddings") or LONGEST_CONTEXT, LONGEST_CONTEXT)

@@ -17,8 +17,8 @@ WIDEST = 200
 
 
 def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help="Config file, or a preset's name.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Config file, or a preset's name.")] = config_diff.PAPER,
+    one: Annotated[str, typer.Argument(metavar="A", help="Config, run, or a preset's name.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Config, run, or a preset's name.")] = config_diff.PAPER,
 ) -> None:
     """Say in which keys two configs differ, or one from a preset (paper, verl, ...)."""
     if one in PRESETS and other in PRESETS:

@@ -36,13 +36,13 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> None:
     """Print prompts exactly as the server gets them: text, token ids, ground truth."""
-    from megatron_dapo.coordinator.inputs import read_problems
+    from megatron_dapo.coordinator.inputs import read_problems, remarks
     from megatron_dapo.data.tokenizer import load_text_tools
 
     loaded = config_of(config, overrides or [])
     text = load_text_tools(loaded.model.path, loaded.model.stop_token_ids)
-    prompts, _ = read_problems(loaded, text)
-    print(f"prompts: {prompts.summary()}")
+    prompts, heldout = read_problems(loaded, text)
+    print("\n".join([f"prompts: {prompts.summary()}", *(f"note: {one}" for one in remarks(loaded, prompts, heldout))]))
     print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {loaded.rollout.max_new_tokens} tokens")
     order = prompts.order(loaded.run.seed)
     for position in range(count):
@@ -106,12 +106,16 @@ app.command()(doctor)
 @app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Say whether a config is valid; print it with defaults filled in, and where every other value comes from."""
+    from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
     from megatron_dapo.config.load import dump_config, load_with_sources
 
     loaded, lines = load_with_sources(config, overrides or [])
     print(dump_config(loaded, lines), end="")
     if loaded.evaluation.path is None:
         print("# evaluation.path is not set: the run trains without held-out evaluation")
+    if (Path(loaded.model.path) / "config.json").is_file():
+        check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
+    print("# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does that")
 
 
 def main() -> None:

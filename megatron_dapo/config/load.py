@@ -54,8 +54,8 @@ PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of `path` with its preset below it and `overrides` (`actor.layout.tensor=2`) above it. Raises as
-    `load_with_sources` does."""
+    """The config of `path`, a file or the directory of a run, with its preset below it and `overrides`
+    (`actor.layout.tensor=2`) above it. Raises as `load_with_sources` does."""
     return load_with_sources(path, overrides)[0]
 
 
@@ -66,10 +66,11 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         ConfigError: file missing or no YAML, unknown key (with the nearest valid one), wrong type, contradiction.
             All faults are listed at once, each with its file and line.
     """
-    tree, lines = read_yaml(Path(path))
+    path = Path(path, "config.yaml") if Path(path).is_dir() else Path(path)
+    tree, lines = read_yaml(path)
     for override in overrides:
         _override(tree, lines, override)
-    of_a_run = Path(path).with_name("ledger.jsonl").exists()
+    of_a_run = path.with_name("ledger.jsonl").exists()
     _unquoted_off(tree)
     if of_a_run and isinstance(tree.get("run"), dict):
         tree["run"].pop("save_batches", None)  # a key that earlier runs have stored
@@ -158,14 +159,18 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
         lines: Lines = {}
         for where, key, _ in _entries(node) if isinstance(tree, dict) else ():
             place = f"{path}:{key.start_mark.line + 1}"
+            if key.tag == "tag:yaml.org,2002:float":
+                raise ConfigError(f"{place}: {'.'.join(where)}: a number is no key; a comma ends a value, write 3.0e-4")
             if where in lines:
                 raise ConfigError(f"{place}: {'.'.join(where)} is given twice, first at {lines[where]}; remove one")
             lines[where] = place
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8") from None
+        presets = "" if path.suffix else f"; presets: {', '.join(PRESETS)}"
+        raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8{presets}") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+        told = str(error).replace("<unicode string>", str(path))
+        raise ConfigError(f"config file {path} is not valid YAML: {told}") from None
     if not isinstance(tree, dict):
         found = "nothing" if tree is None else type(tree).__name__
         raise ConfigError(f"config file {path}: expected sections (run:, model:, data:, ...), found {found}")
@@ -201,8 +206,8 @@ def _fault(fault: Any, lines: Lines) -> str:
         known = _keys(path[:-1])
         above, word = ".".join((*path[:-1], "")), path[-1]
         near = get_close_matches(word, known, n=1) or [key for key in known if key.startswith(word)]
-        elsewhere = [] if near else [key for key in _all_keys(Config) if key.endswith(f".{word}")]
-        meant = [f"{above}{near[0]}"] if near else elsewhere
+        elsewhere = [] if near and above else [key for key in _all_keys(Config) if key.endswith(f".{word}")]
+        meant = elsewhere or [f"{above}{one}" for one in near[:1]]
         hint = f"did you mean {' or '.join(meant)}?" if meant else f"valid: {', '.join(known)}"
         return f"{place}: {name}: no such key; {hint}"
     if fault["type"] in ("missing", "missing_argument"):

@@ -1,7 +1,7 @@
 """What a run reads before it starts anything: tokenizer, model shape, prompts, held-out problems."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megatron_dapo.experience.observations import Rules, turn_rules
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
+from reward.registry import stated_form
 
 MOST_TRIED = 10_000
 """Ground truths that an own verifier is tried on at most."""
@@ -33,7 +34,11 @@ class Inputs:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started."""
+    """Tokenizer, prompts and held-out problems: everything a user may have got wrong, before a process is started.
+
+    Raises:
+        ConfigError, TokenizerError, DataError, VerifierError: what is wrong.
+    """
     check_wandb(config.monitor.wandb)
     for file in (*training_files(config.data), *heldout_files(config.data, config.evaluation)):
         check_file(file.path, file.setting)  # before anything that takes seconds to import
@@ -47,6 +52,8 @@ def read_inputs(config: Config) -> Inputs:
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     thinking_limit(config.rollout, text)  # refused here, before a server starts
     prompts, heldout = read_problems(config, text)
+    check_own_code(config)
+    prompts.order(config.run.seed)
     rules = turn_rules(config, text, (*prompts.prompts, *heldout.prompts))
     return Inputs(text=text, model=model, prompts=prompts, heldout=heldout, rules=rules)
 
@@ -72,6 +79,28 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     places |= {config.reward.verifier: "reward.verifier"}
     _check_verifiers(config, places, (*prompts.prompts, *heldout.prompts))
     return prompts, heldout
+
+
+def check_own_code(config: Config) -> None:
+    """Try loss and advantages, which may be the user's own. Raises ConfigError."""
+    from megatron_dapo.coordinator.batch import advantages_of, objective_of, torch  # seconds to import
+
+    objective_of(config.algorithm)
+    example = torch.tensor([[1.0, *[-1.0] * (config.algorithm.group_size - 1)]] * 2, dtype=torch.float64)
+    advantages_of(example, torch.arange(1, example.numel() + 1), config.algorithm.advantage)
+
+
+def remarks(config: Config, prompts: PromptSet, heldout: PromptSet) -> Iterator[str]:
+    """What is permitted and seldom meant."""
+    if (high := config.algorithm.clip.high) >= 10:
+        yield f"algorithm.clip.high = {high:g}: ratios up to {1 + high:g} are not clipped; the paper has 0.28"
+    if (asked := config.algorithm.prompts_per_step) > (there := len(prompts.prompts)):
+        yield f"algorithm.prompts_per_step = {asked}: there are only {there} prompts, so a step repeats some"
+    if same := len({one.text for one in prompts.prompts} & {one.text for one in heldout.prompts}):
+        yield f"{same} of {len(heldout.prompts)} held-out problems are trained on too; they say nothing of new ones"
+    short = {one.source for one in prompts.prompts if len(one.answer.split()) <= 8 or not stated_form(one.verifier)}
+    for one in {one.source: one for one in prompts.prompts if one.source not in short}.values():
+        yield f"source {one.source}: every ground truth is prose, as {one.answer[:80]!r} ({one.place}); see answer_key"
 
 
 def read_heldout(config: Config, text: TextTools) -> PromptSet:

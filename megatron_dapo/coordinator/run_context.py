@@ -20,7 +20,6 @@ from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
-from megatron_dapo.coordinator.batch import advantages_of, objective_of
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.coordinator.reference import reference_folder
@@ -92,11 +91,6 @@ class RunContext(RunBase):
 async def start_run(run: RunBase) -> RunContext:
     """The started run. Raises what failed to start, with its own explanation."""
     config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
-    # What is the user's own may be missing or wrong: said before a server starts.
-    objective_of(config.algorithm)
-    example = torch.tensor([[1.0, *[-1.0] * (config.algorithm.group_size - 1)]] * 2, dtype=torch.float64)
-    advantages_of(example, torch.arange(1, example.numel() + 1), config.algorithm.advantage)
-    inputs.prompts.order(config.run.seed)
     if config.run.resume:
         for change in check_resume(config, inputs, run_dir):
             run.console.note(change)

@@ -118,10 +118,11 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
             raise DataError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
+    _check_columns(record, file, place)
     answer, structured = _answer(record, columns, place)
     source = file.name if columns.source_key is None else _text(record, columns.source_key, "source_key", place)
     verifier = None
-    if columns.verifier_key is not None and _column(record, columns.verifier_key, "verifier_key", place) is not None:
+    if columns.verifier_key is not None and _column(record, columns.verifier_key) is not None:
         verifier = _text(record, columns.verifier_key, "verifier_key", place)
     prompt = _prompt(record, columns, place)
     try:
@@ -134,7 +135,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
 
 
 def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
-    prompt = _column(record, columns.prompt_key, "prompt_key", place)
+    prompt = _column(record, columns.prompt_key)
     if isinstance(prompt, list):
         said = [(turn.get("role"), turn.get("content")) for turn in prompt if isinstance(turn, dict)]
         texts = [(r.strip(), c.strip()) for r, c in said if isinstance(r, str) and isinstance(c, str)]
@@ -152,7 +153,7 @@ def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
 
 def _answer(record: Any, columns: Columns, place: str) -> tuple[str, bool]:
     key = columns.answer_key
-    answer = _column(record, key, "answer_key", place)
+    answer = _column(record, key)
     if isinstance(answer, dict | list) and answer and columns.answer_after is None:
         try:
             return json.dumps(answer, ensure_ascii=False, allow_nan=False), True
@@ -181,21 +182,30 @@ def _numeral(number: int | float | Decimal) -> str:
 
 
 def _text(record: Any, key: str, setting: str, place: str) -> str:
-    text = _column(record, key, setting, place)
+    text = _column(record, key)
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{place}: {key} = {str(text)[:80]!r} ({setting}): expected a text that is not empty")
     return text.strip()
 
 
-def _column(record: Any, key: str, setting: str, place: str) -> Any:
-    at = record
+def _column(record: Any, key: str) -> Any:
     for part in key.split("."):
-        if not isinstance(at, dict) or part not in at:
-            raise DataError(
-                f"{place}: no column {key!r} ({setting}); {nearest(part, at if isinstance(at, dict) else ())}"
-            )
-        at = at[part]
-    return at
+        record = record[part]
+    return record
+
+
+def _check_columns(record: Any, file: PromptFile, place: str) -> None:
+    section, missing = file.setting.removesuffix(".path"), []
+    for name in ("prompt_key", "answer_key", "source_key", "verifier_key"):
+        at, key = record, getattr(file.columns, name)
+        for part in key.split(".") if key else ():
+            if not isinstance(at, dict) or part not in at:
+                there = nearest(part, at if isinstance(at, dict) else ())
+                missing.append(f"no column {key!r} ({section}.{name}); {there}")
+                break
+            at = at[part]
+    if missing:
+        raise DataError(f"{place}: {'; '.join(missing)}")
 
 
 def nearest(word: str, known: Collection[str]) -> str:

@@ -36,7 +36,7 @@ async def evaluation_session(
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     heldout = read_heldout(config, text)
     rules = turn_rules(config, text, heldout.prompts)
-    report(f"held-out problems: {heldout.summary()}")
+    report(f"held-out problems: {heldout.summary()}; asked: {config.evaluation.limit or 'all'}")
     waits = Waits()
     with closing(RewardPool(config.reward)) as pool:
         async with local_fleet(config, folder, waits, vocab_size=text.vocab_size, report=report) as fleet:

@@ -56,12 +56,14 @@ def check_inputs(facts: Facts) -> Iterator[Finding]:
     Raises:
         TokenizerError, DataError, VerifierError, ConfigError: what is wrong.
     """
-    from megatron_dapo.coordinator.inputs import read_inputs
+    from megatron_dapo.coordinator.inputs import read_inputs, remarks
 
     inputs = read_inputs(facts.given)
     stops = ", ".join(f"{stop} {inputs.text.tokenizer.decode([stop])!r}" for stop in inputs.text.stop_token_ids)
     yield passed(f"{type(inputs.text.tokenizer).__name__}; a response ends at {stops}")
     yield passed(f"prompts: {inputs.prompts.summary()}; held out: {inputs.heldout.summary()}")
+    notes = remarks(facts.given, inputs.prompts, inputs.heldout)
+    yield from (warning(note, "change it, if it is not meant") for note in notes)
 
 
 def bytes_on_disk(config: Config, hf: HFModelConfig) -> float:

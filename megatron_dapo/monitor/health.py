@@ -182,9 +182,9 @@ def truncation(run: HealthMonitor) -> str | None:
 
 @_rule("They count as wrong, sound or not: reward noise.", "reward.timeout_s or reward.memory_mb")
 def verdict_errors(run: HealthMonitor) -> str | None:
-    """A fifth of the newest step's responses is not waited for until a window is whole."""
+    """A tenth of the newest step's responses is not waited for until a window is whole."""
     now, recent = run.now("verdict_error_fraction"), run.recent("verdict_error_fraction")
-    share = now if now >= 0.2 else recent
+    share = now if now >= 0.1 else recent
     seen = f"{share:.1%} of the responses have no verdict; `error` in samples.jsonl says why"
     return seen if share >= 0.02 else None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import jinja2
 
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.coordinator.inputs import check_own_code
 from megatron_dapo.plan.scenario import share_gpus
 from reward.check import check_verifiers
 from reward.verdict import VerifierError
@@ -92,10 +93,13 @@ def not_seen(config: Config) -> list[str]:
     away = [path for path in paths if not os.path.exists(path) and not any(path.parent.glob(path.name))]
     notes = [f"{path}: not seen from this machine; every node must see it" for path in dict.fromkeys(away)]
     verifiers = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
-    try:
-        check_verifiers(verifiers | {config.reward.verifier: "reward.verifier"}, config.reward)
-    except VerifierError as error:
-        notes.append(f"on this machine: {error}")
+    verifiers |= {config.reward.verifier: "reward.verifier"}
+    own = ":" in config.algorithm.policy_loss + config.algorithm.advantage.estimator
+    for check in (lambda: check_verifiers(verifiers, config.reward), lambda: check_own_code(config) if own else None):
+        try:
+            check()
+        except (VerifierError, ConfigError) as error:
+            notes.append(f"on this machine: {error}")
     return notes
 
 

@@ -1,6 +1,7 @@
 """Tries one verifier or environment in a process of its own, started by `reward.check`: `python -m reward.pool.trial
 NAME KIND`."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -20,6 +21,8 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
     end = time.monotonic() + TRY_S
     for place, prompt, truth in truths:
         request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+        # Its thread needs no lock of Python's, which a regular expression without end keeps.
+        faulthandler.dump_traceback_later(float(sys.argv[-1]), exit=True)
         try:
             judged = own(request) if kind == "verifier" else ask(own, Episode(prompt, truth, (Turn(truth),)))
         except VerifierError as error:
@@ -35,8 +38,8 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
 
 
 def main() -> None:
-    """Tries what the arguments name on the `Truth`s of standard input. `DONE` is written once it can be
-    run; the exit code is 0 unless a ground truth is refused."""
+    """Tries what the first two arguments name on the `Truth`s of standard input, each for as many seconds as the last
+    one says. `DONE` is written once it can be run; the exit code is 0 unless a ground truth is refused."""
     truths = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:

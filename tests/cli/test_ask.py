@@ -58,6 +58,17 @@ def test_a_model_alone_gets_what_its_files_say_and_one_of_a_run_that_runs_config
     assert model_config(tmp_path / "model").data.template == "plain"
 
 
+def test_a_run_is_asked_by_its_model_and_whose_settings_hold_is_said(tmp_path, capsys):
+    shutil.copytree(BASE, tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(dump_config(model_config(BASE)))
+    ask(tmp_path, PROBLEM)
+    said = capsys.readouterr()
+    assert "Answer: " in said.out
+    assert said.err.splitlines()[0] == f"settings of {tmp_path / 'config.yaml'}"
+    model_config(BASE)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_a_server_answers_as_transformers_does(capsys):
     ask(BASE, PROBLEM)

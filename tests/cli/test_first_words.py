@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megatron_dapo.cli.main import main
+from reward.named import load_named
 from reward.registry import load
 from reward.verdict import VerifierError
 from tests.processes import ROOT
@@ -55,6 +56,28 @@ def test_a_run_that_is_not_there_is_no_config_that_is_not_there(monkeypatch, cap
 def test_a_verifier_in_another_folder_is_told_of_pythonpath():
     with pytest.raises(VerifierError, match="No module named 'nowhere'; set PYTHONPATH to the folder of the module"):
         load("nowhere:judge")
+
+
+def test_code_of_ones_own_may_lie_in_the_working_directory(tmp_path, monkeypatch):
+    """A loss as well as a verifier; a file there hides nothing that is installed."""
+    for name in ("lies_here", "numpy"):
+        (tmp_path / f"{name}.py").write_text("def judge(request): return True")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_named("lies_here:judge")(None)
+    with pytest.raises(ImportError, match="module numpy has no function or class judge"):
+        load_named("numpy:judge")
+
+
+def test_check_looks_at_the_layout_and_says_what_it_does_not_look_at(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for layout, code in (("1", 0), ("3", 2)):
+        with pytest.raises(SystemExit) as ended:
+            typed(monkeypatch, "check", QUICKSTART, f"actor.layout.tensor={layout}")
+        assert ended.value.code == code
+    said = capsys.readouterr()
+    assert "# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does" in said.out
+    assert "actor.layout.tensor = 3: must divide" in said.err
 
 
 @pytest.mark.parametrize("before", ["reward.py", "rollout/__init__.py"])

@@ -154,3 +154,12 @@ def test_diff_loads_strictly(write):
         diff(write("one.yaml", "algorithm: {clip: {hihg: 0.2}}\n"), "paper")
     with pytest.raises(ConfigError, match="name at least one config file"):
         diff("paper", "paper")
+
+
+def test_a_run_has_a_config_and_what_is_neither_hears_of_the_presets(write, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    write("run/config.yaml", "algorithm: {clip: {high: 0.5}}\n")
+    diff(write("a.yaml"), str(tmp_path / "run"))
+    assert "algorithm.clip.high" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"config file nopreset: No such file.*; presets: .*verl"):
+        diff(write("a.yaml"), "nopreset")

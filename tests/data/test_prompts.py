@@ -104,6 +104,15 @@ def test_a_broken_row_stops_with_file_and_line_or_is_counted(tmp_path, row, expe
     assert read(file, broken_rows="skip").counts["broken"] == 1
 
 
+def test_all_columns_that_are_missing_are_named_by_their_keys(tmp_path):
+    file = tmp_path / "p.csv"
+    file.write_text("question,solution,topic\na,1,b\n")
+    with pytest.raises(DataError) as error:
+        read(file)
+    for told in ("p.csv: row 1: no column 'prompt' (data.prompt_key)", "no column 'answer' (data.answer_key)"):
+        assert told in str(error.value)
+
+
 def test_unusable_files_are_named(tmp_path):
     with pytest.raises(DataError, match="no such prompt file"):
         read(tmp_path / "none.jsonl")

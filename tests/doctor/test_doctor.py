@@ -128,6 +128,35 @@ def test_a_layout_or_length_that_the_model_does_not_know_fails(changes, said, co
     assert said in found
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm.policy_loss": "no_such_module:Loss"}, "import of no_such_module failed"),
+        ({"algorithm.advantage.estimator": "math:nothing"}, "no function or class nothing"),
+        ({"data.order": "math:nothing"}, "no function or class nothing"),
+    ],
+)
+def test_own_code_that_cannot_be_used_fails(changes, said, config):
+    [(status, found)] = of(config_checks.check_inputs, config, changes)
+    assert status is FAIL
+    assert said in found
+
+
+def test_what_is_seldom_meant_is_a_warning(config, tmp_path):
+    """Prompts that come twice in a step, held-out problems that are trained on, a clip in per cent, prose as answer."""
+    row = {"prompt": "1 + 1?", "answer": "What is one and one, so asks Tom of Ann?"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    mine = str(tmp_path / "p.jsonl")
+    changes = {"data.path": mine, "evaluation.path": mine, "algorithm.clip.high": 28.0}
+    found = of(config_checks.check_inputs, config, changes)
+    assert {status for status, _ in found} == {WARNING}
+    clip, repeated, heldout, prose = (said for _, said in found)
+    assert clip.startswith("algorithm.clip.high = 28: ratios up to 29 are not clipped")
+    assert "there are only 1 prompts" in repeated
+    assert heldout.startswith("1 of 1 held-out problems are trained on too")
+    assert "source p: every ground truth is prose, as 'What is one" in prose
+
+
 def test_a_missing_weight_file_is_named(config):
     folder = Path(config.model.path)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")

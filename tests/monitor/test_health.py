@@ -84,6 +84,7 @@ def test_a_batch_without_its_useless_groups_is_small_only_when_little_is_left():
 def test_verdicts_that_fail_at_once_are_not_waited_for():
     """A verifier that times out on everything shows at the first step; one bad verdict of a small batch does not."""
     assert [alarm.name for alarm in alarms(history(verdict_error_fraction=0.9)[:1])] == ["verdict_errors"]
+    assert [alarm.name for alarm in alarms(history(verdict_error_fraction=0.14)[:1])] == ["verdict_errors"]
     assert alarms(history(verdict_error_fraction=0.05)[:1]) == []
 
 
