@@ -10,7 +10,6 @@ remember is in the conversation, or in `state`. Nothing here is imported from ou
 
 import inspect
 import json
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from reward.named import check_name, load_named
 from reward.verdict import EXTRACTED_LIMIT, VerifierError
 
+LARGEST_REWARD = 1e6
 STATE_LIMIT = 1 << 16
 """Longest `state`, in characters of its JSON."""
 TEXT_LIMIT = 1 << 17
@@ -165,12 +165,13 @@ class NotAnOutcome(ValueError):
 def checked(outcome: object) -> Outcome:
     """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome."""
     reward = getattr(outcome, "reward", None)
-    if reward is None or (type(reward) in (int, float) and math.isfinite(reward)):
+    if reward is None or (type(reward) in (int, float) and abs(reward) <= LARGEST_REWARD):
         match outcome:
             case None:
                 return None
-            case End(accuracy=bool(), extracted=None | str() as text, rule=str()):
-                return replace(outcome, extracted=None if text is None else _sendable(text[:EXTRACTED_LIMIT]))
+            case End(accuracy=bool(), extracted=None | str() as text, rule=str() as rule):
+                text = None if text is None else sendable(text[:EXTRACTED_LIMIT])
+                return replace(outcome, extracted=text, rule=sendable(rule[:EXTRACTED_LIMIT]))
             case Observation(text=str(text), state=state, role="user" | "tool") if reward is not None:
                 try:
                     length = len(json.dumps(state, allow_nan=False))
@@ -178,10 +179,10 @@ def checked(outcome: object) -> Outcome:
                     raise NotAnOutcome(f"JSON cannot hold the state: {error}") from None
                 if length > STATE_LIMIT:
                     raise NotAnOutcome(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
-                return replace(outcome, text=_sendable(shortened(text, TEXT_LIMIT)))
+                return replace(outcome, text=sendable(shortened(text, TEXT_LIMIT)))
     raise NotAnOutcome(
-        f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, finite reward, role user or "
-        "tool), no End (accuracy True or False, finite reward) and not None"
+        f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, reward within a million, role "
+        "user or tool), no End (accuracy True or False, reward within a million) and not None"
     )
 
 
@@ -194,5 +195,6 @@ def shortened(text: str, characters: int) -> str:
     return text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :]
 
 
-def _sendable(text: str) -> str:
+def sendable(text: str) -> str:
+    """The text without half characters (lone surrogates)."""
     return text.encode("utf-8", "replace").decode()

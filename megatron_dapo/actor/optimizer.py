@@ -211,6 +211,10 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
         for name, parameter in module.named_parameters(recurse=False):
             if name == "weight" or not isinstance(module, RowParallelLinear):  # its bias is the same on all
                 parameter.tensor_model_parallel = True
+    for chunk in chunks:  # each rank has experts, or parts of them, of its own
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.tensor_model_parallel = True
     wrapped = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

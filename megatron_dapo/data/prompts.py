@@ -206,7 +206,8 @@ class _Reading:
                 self.counts["broken"] += 1
                 continue
             # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.
-            apart = row.answer if file.environment else ""  # games differ by what is to be found
+            # Games differ by what is to be found.
+            apart = f"{file.environment} {row.answer}" if file.environment else ""
             if self._is_copy((json.dumps(row.prompt), apart), row.answer, self._by_raw):
                 continue
             raw = instructed(row.prompt, file.columns.instruction, verifier)

@@ -9,7 +9,7 @@ from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.groups import EarlierTurn, ScoredResponse
 from megatron_dapo.experience.observations import Rules
 from reward.environment import MESSAGE_LIMIT, End, Episode, Observation, Stepped, Turn
-from reward.verdict import Verdict
+from reward.verdict import EXTRACTED_LIMIT, Verdict
 from rollout.generation import FinishReason, Generation, GenerationRequest, nothing_drawn
 
 UNENDED = "no end"
@@ -106,6 +106,8 @@ class Play:
                 return False
             said = End(accuracy=False, rule="" if error else UNENDED)
         if said is not None:
+            if said.extracted is None:  # what cons@n counts
+                said = replace(said, extracted=text[:EXTRACTED_LIMIT])
             self.verdict = Verdict(**asdict(said), seconds=stepped.seconds, error=error)
         return True
 

@@ -212,7 +212,7 @@ class Evaluator:
         # Both conditions: what is cut off after its only token can still have ended with it.
         stopped = first.finish_reason is FinishReason.STOP or int(first.token_ids[-1]) in sampling.stop_token_ids
         if stopped or sampling.max_new_tokens <= 1:
-            return first
+            return replace(first, finish_reason=FinishReason.STOP) if stopped and sampling.max_new_tokens > 1 else first
         thinking = sampling.thinking and replace(sampling.thinking, budget=sampling.thinking.budget - 1)
         rest = replace(
             request,

@@ -51,7 +51,7 @@ class TurnRules:
         while True:
             said = shortened(text, room)
             ids = encoded(self.text, before + said + after)
-            if len(ids) > 1 and ids[0] == last and last in self.text.stop_token_ids:
+            if len(ids) > 1 and ids[0] == last and last in (*self.text.stop_token_ids, *self.end_ids):
                 ids = ids[1:]
             if 0 < len(ids) <= self.max_tokens:
                 return said, ids

@@ -202,10 +202,10 @@ def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:
 
 def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     """Bytes of host memory by what holds them; `mean_tokens`: prompt and response of a trained response."""
-    config, layout, size = case.config, case.config.actor.layout, case.dtype_bytes
-    # The reference's weights, and the rank's own while the reference is swapped in.
-    reference = 2 * case.model_bytes / (layout.tensor * layout.pipeline) if config.algorithm.kl.coefficient > 0 else 0
+    config, size = case.config, case.dtype_bytes
     state = rank_state(case.hf, config.actor, config.model.dtype, stage=0)
+    # The reference's weights, and the rank's own while the reference is swapped in.
+    reference = 2 * state.parameters if config.algorithm.kl.coefficient > 0 else 0
     offload, offloaded = config.actor.offload, 0
     if offload.optimizer_state or offload.between_phases != "none":
         offloaded = state.master_weights + state.moments

@@ -45,7 +45,7 @@ class Sandbox:
         """
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
-        options = "-ISBu" if stderr else "-ISB"  # unbuffered, so that both come in order
+        options = "-PsSBu" if stderr else "-PsSB"  # unbuffered, so that both come in order
         self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
         try:
             self._process = subprocess.Popen(
@@ -54,7 +54,9 @@ class Sandbox:
                 stdout=stdout or subprocess.DEVNULL,
                 stderr=stderr or subprocess.DEVNULL,
                 pass_fds=(requests, replies),
-                env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ},
+                # A set prints in the same order whenever the code is run.
+                env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+                | {"PYTHONHASHSEED": "0"},
                 cwd="/",
             )
         finally:

@@ -79,6 +79,8 @@ def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, e
 def _result(fields: dict[str, Any]) -> Deferred | Stepped:
     if "answer" in fields:
         return Deferred(**fields)
-    outcome = fields.pop("outcome")
+    outcome, kinds = fields.pop("outcome"), {"seconds": int | float, "error": str | None, "unjudged": bool}
+    if not all(isinstance(fields[name], kind) for name, kind in kinds.items()):
+        raise ValueError("fields of other types")
     made = None if outcome is None else Observation(**outcome) if "text" in outcome else End(**outcome)
     return Stepped(outcome=checked(made), **fields)

@@ -11,7 +11,7 @@ from typing import Any
 
 from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
-from reward.environment import Step, Stepped, ask, load_environment
+from reward.environment import Step, Stepped, ask, load_environment, sendable
 from reward.pool.messages import LENGTH, READY, Job, Reply, Result, decode_order, encode_reply
 from reward.registry import VERIFIERS, load
 from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
@@ -98,10 +98,10 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
 
 
 def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:
-    seconds = time.perf_counter() - start
+    seconds, reason = time.perf_counter() - start, sendable(reason[:_ERROR_LIMIT])
     if isinstance(job, Step):
-        return Stepped(seconds=seconds, error=reason[:_ERROR_LIMIT], unjudged=rule == Rule.UNJUDGED)
-    return Verdict(accuracy=False, extracted=None, rule=rule, seconds=seconds, error=reason[:_ERROR_LIMIT])
+        return Stepped(seconds=seconds, error=reason, unjudged=rule == Rule.UNJUDGED)
+    return Verdict(accuracy=False, extracted=None, rule=rule, seconds=seconds, error=reason)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ main module. This starts in about 0.1 s and imports nothing but the verifiers.
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -147,7 +148,8 @@ class WorkerProcess:
         return f"worker died (signal {-code})" if code < 0 else f"worker died (exit code {code})"
 
     async def end(self) -> None:
-        """Kills the process, whatever it is doing, and waits up to 10 s for it to be gone."""
-        self._process.kill()
+        """Kills the process, whatever it is doing, with all that it started, and waits up to 10 s for it to be gone."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)  # it leads a session of its own
         self._socket.close()
         await asyncio.to_thread(self._process.wait, 10.0)

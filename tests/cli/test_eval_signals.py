@@ -20,7 +20,7 @@ async def slow_to_end(*_):
     finally:
         print("ending", flush=True)
         await asyncio.sleep(ENDING_S)
-eval._evaluate_once = slow_to_end
+eval._evaluate = slow_to_end
 sys.argv[1:] = ["eval", "examples/quickstart/dapo.yaml"]
 main.main()
 """

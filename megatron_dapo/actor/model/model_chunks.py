@@ -83,7 +83,7 @@ def build_model(
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
-        chunks.append(chunk)
+        chunks.append(chunk.to(device.device))  # Megatron makes a router's weight on the CPU
     return chunks
 
 
@@ -154,6 +154,8 @@ def _expert_settings(hf: HFModelConfig, layout: LayoutConfig, device: DeviceChoi
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": device.transformer_engine,
+        # The other way a token's experts are summed in the weights' type and in no fixed order.
+        "moe_permute_fusion": device.transformer_engine,
     }
 
 
