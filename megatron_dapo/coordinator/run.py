@@ -97,9 +97,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
-        context = await waits.wait_for(
-            "start (each part has its own deadline)", "trainer and servers", deadline, start_run(base), stoppable=True
-        )
+        context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
         seconds = {"start": time.monotonic() - clock}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,7 +200,7 @@ def followed(folder, monkeypatch, *changes) -> None:
             raise KeyboardInterrupt
         left.pop(0)()
 
-    monkeypatch.setattr(status.time, "sleep", sleep)
+    monkeypatch.setattr(status, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))  # subprocess needs its own
     status_command(folder, follow=True)
 
 

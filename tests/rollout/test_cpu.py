@@ -149,7 +149,6 @@ def test_attention_in_groups_is_torch_natives() -> None:
     # A request's padding is decided by its own lengths: neighbours cannot change its last bits.
     assert out[-2] == "{(1, 64): [0, 2], (1, 128): [1], (1, 512): [3], (32, 64): [4]}"
     assert out[-3] == "16 [2, 2, 1]"
-    assert out[-4] == "shared: 148 of 368 rows computed"
 
 
 ATTENTION = """
@@ -212,52 +211,11 @@ for prefix, new, mode in [
         q, k, v = (torch.randn(tokens, heads * WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
         made = backend(its)
         made.init_forward_metadata(batch)
-        assert backend is TorchNativeAttnBackend or made.shared.now is None
         forward = made.forward_decode if mode.is_decode() else made.forward_extend
         results.append(forward(q, k.view(-1, KEY_HEADS, WIDTH), v.view(-1, KEY_HEADS, WIDTH), layer, batch))
     assert results[0].shape == results[1].shape, (results[0].shape, results[1].shape)
     worst = max(worst, (results[0] - results[1]).abs().max().item())
 
-class Qwen3ForCausalLM(torch.nn.Module):
-    # One layer; what it attends with comes from a token's id and position.
-
-    class Layers(torch.nn.Module):
-        def forward(self, ids, positions, batch):
-            self.rows = len(ids)
-            torch.manual_seed(3)
-            q, k, v = (torch.randn(50, heads * WIDTH)[ids] + torch.randn(200, heads * WIDTH)[positions]
-                       for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-            k, v = k.view(-1, KEY_HEADS, WIDTH), v.view(-1, KEY_HEADS, WIDTH)
-            return self.backend.forward_extend(q, k, v, layer, batch)
-
-    def __init__(self):
-        super().__init__()
-        self.model = self.Layers()
-
-prompts = [torch.randint(50, (size,)) for size in (70, 5, 70, 3)]
-asked = [prompts[i] for i in (0, 1, 0, 2, 1, 0, 1, 0, 3)]
-new = [len(prompt) for prompt in asked]
-pools = []
-for backend in (TorchNativeAttnBackend, backend_for):
-    torch.manual_seed(2)
-    model = Qwen3ForCausalLM()
-    its = runner()
-    its.model = model
-    table = its.req_to_token_pool.req_to_token
-    requests = torch.randperm(9)
-    places = torch.cat([table[r, :n] for r, n in zip(requests, new)]).long()
-    lengths = torch.tensor(new)
-    batch = Named(forward_mode=ForwardMode.EXTEND, seq_lens=lengths, seq_lens_cpu=lengths, encoder_lens=None,
-                  req_pool_indices=requests, out_cache_loc=places, extend_seq_lens=lengths,
-                  extend_prefix_lens=torch.zeros(9, dtype=torch.long), extend_seq_lens_cpu=new,
-                  extend_prefix_lens_cpu=[0] * 9, input_ids=torch.cat(asked), input_embeds=None, replace_embeds=None)
-    made = model.model.backend = backend(its)
-    made.init_forward_metadata(batch)
-    out = model.model(batch.input_ids, torch.cat([torch.arange(n) for n in new]), batch)
-    pools.append((out, its.token_to_kv_pool.k, its.token_to_kv_pool.v))
-    assert len(out) == sum(new)
-worst = max([worst, *((one - other).abs().max().item() for one, other in zip(*pools))])
-print(f"shared: {model.model.rows} of {sum(new)} rows computed")
 made = backend_for(runner())
 made.init_forward_metadata(Named(forward_mode=ForwardMode.DECODE, seq_lens=torch.tensor([70] * 5), seq_lens_cpu=None,
                                  req_pool_indices=torch.arange(5), input_embeds=None, replace_embeds=None))

@@ -83,7 +83,7 @@ def build_model(
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
-        chunks.append(chunk.to(device.device))  # Megatron makes a router's weight on the CPU
+        chunks.append(chunk)
     return chunks
 
 
