@@ -9,7 +9,8 @@ Not fast: a schema may hold regular expressions, so each verdict has the wall-cl
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import jsonschema
@@ -58,6 +59,8 @@ def same(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
+_IN_PLACE = ("not", "if", "then", "else")
+_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SHALLOW = 20
 """Levels of a value that no schema needs Python's whole stack for."""
@@ -74,8 +77,7 @@ class Schema:
             kind.check_schema(schema)
             root = Resource.from_contents(schema, default_specification=DRAFT202012)
             resolver = Registry().with_resource("", root).resolver()
-            for reference in _references(schema):
-                resolver.lookup(reference)
+            _check_ends(schema, lambda reference: resolver.lookup(reference).contents)
         except (jsonschema.SchemaError, TypeError, AttributeError) as error:
             raise VerifierError(f"verifier json: the schema is not valid: {str(error)[:120]}") from error
         except Unresolvable as error:
@@ -85,7 +87,6 @@ class Schema:
         except RecursionError:
             raise VerifierError("verifier json: the schema is nested too deep") from None
         self._validator = kind(schema, registry=Registry())
-        self.holds(None)  # one that applies itself to the very same value, as {"$ref": "#"}, is never done with it
 
     def holds(self, value: Any) -> bool:
         """Whether the value is valid; one that is nested too deep to be looked through is not.
@@ -103,12 +104,27 @@ class Schema:
             return False
 
 
-def _references(schema: Any) -> Iterator[str]:
+def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
+    """A schema that applies itself to the very same value, as {"$ref": "#"}, is never done with it.
+
+    Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
+    """
+    parts: dict[int, list[int]] = {}
     found = [schema]
     for each in found:
         found += _children(each)
         if isinstance(each, dict):
-            yield from (each[key] for key in _REFERENCES if isinstance(each.get(key), str))
+            # What is applied to the value itself, not to a part of it.
+            applied = [lookup(each[key]) for key in _REFERENCES if isinstance(each.get(key), str)]
+            applied += [each[key] for key in _IN_PLACE if key in each]
+            applied += [part for key in _IN_PLACE_LISTS for part in _children(each.get(key))]
+            parts[id(each)] = list(map(id, applied))
+    try:
+        TopologicalSorter(parts).prepare()
+    except CycleError:
+        raise VerifierError(
+            "verifier json: the schema leads back to itself on the same value: its checking never ends"
+        ) from None
 
 
 def _children(value: Any) -> list[Any]:

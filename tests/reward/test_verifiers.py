@@ -217,7 +217,7 @@ def test_a_schema_that_cannot_be_applied_is_refused_before_any_response(schema, 
 )
 def test_a_schema_that_applies_itself_to_the_same_value_for_ever_judges_nobody(schema):
     with pytest.raises(VerifierError, match="leads back to itself"):
-        json_answer.judge(VerificationRequest(response='{"a": 1}', ground_truth=json.dumps({"schema": schema})))
+        json_answer.judge(VerificationRequest(response="", ground_truth=json.dumps({"schema": schema})))
 
 
 def test_a_recursive_schema_is_no_loop_and_a_value_too_deep_for_it_is_wrong():
