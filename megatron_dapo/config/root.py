@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic.dataclasses import dataclass
@@ -27,6 +28,14 @@ so."""
 
 SMALLEST_SHARE = 1e-9
 """Share of the prompts below which a file of a mixture is there in name only."""
+
+
+OF_TURNS: dict[str, Any] = {
+    **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
+    "data.observation_template": None,
+    "algorithm.turn_rewards": False,
+}
+"""Keys that only prompts with an environment read, and their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -137,9 +146,11 @@ def _of_data(config: Config) -> Iterator[str]:
                 f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
                 "prompt in 1e9; raise it or leave the file out"
             )
+    if config.evaluation.environment is not None and config.evaluation.path is None:
+        yield f"evaluation.environment = {config.evaluation.environment}: no problems are held out; set evaluation.path"
     if not config.has_environments:
-        for key in ("data.observation_template", "rollout.turn_end", "algorithm.turn_rewards"):
-            if value := attrgetter(key)(config):
+        for key, default in OF_TURNS.items():
+            if (value := attrgetter(key)(config)) != default:
                 yield f"{key} = {value}: no prompt has several turns; set data.environment too, or leave it out"
     elif (budget := rollout.thinking_budget) is not None:
         yield f"rollout.thinking_budget = {budget}: is for one answer, not for turns (data.environment); set it to null"

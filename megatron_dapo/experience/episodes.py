@@ -51,7 +51,8 @@ class Play:
         if begun and begun.earlier:
             play.before, newest = begun.generation.cut(sum(begun.generation.given[-1]))
             play.earlier, play.state = list(begun.earlier), begun.state
-            play.turn_rewards = sum(turn.reward for turn in begun.earlier)
+            for turn in begun.earlier:  # as `settle` adds them: `sum` rounds in another way from Python 3.12 on
+                play.turn_rewards += turn.reward
         if play.left <= 0:  # the limit is a lower one now
             return cls.of(prompt, request, rules)
         play._draw(newest)

@@ -21,7 +21,7 @@ SMALLEST_ROOM = 16
 ELLIPSIS = "..."
 """In place of an observation that has no tokens, or no room."""
 
-QUESTION, RESULTS = "Which number?", ("A1", "B2")
+QUESTION, RESULTS = "Which number?", ('A "1"\nand 2', 'B "3"\nand 4')
 ANSWERS = ("I say 5.", "<think>\nIt was too low.\n</think>\n\nI say 8.")
 
 
@@ -112,11 +112,13 @@ def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[st
     (first, second), (one, two), before, after, problem = ANSWERS, RESULTS, "", "", ""
     try:
         asked = render(QUESTION)
-        before, _, after = render(QUESTION, first, one).removeprefix(asked + first).partition(one)
+        seen = render(QUESTION, first, one)
+        before, _, after = seen.removeprefix(asked + first).partition(one)
         for a, b in ((first, second), (second, first)):
             if render(QUESTION, a, one, b, two) != asked + a + before + one + after + b + before + two + after:
-                between = f"{before}{{observation}}{after}"
-                problem = f"it changes earlier turns, as {second!r}, where it should put {between!r} behind them"
+                problem = f"it changes earlier turns, as {second!r}"
+                if seen.startswith(asked + first):  # else what was found holds the probe itself
+                    problem += f", where it should put {before + '{observation}' + after!r} behind them"
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         problem = f"it fails for role {role} ({type(error).__name__}: {error})"
     if problem and role == "user":

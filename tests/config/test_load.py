@@ -306,6 +306,9 @@ AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={positive: 0.0}"], "positive = 0: must be above 0"),
         (["algorithm.policy_loss=sapo", "algorithm.loss_options={negative: -1.0}"], "negative = -1: must be above 0"),
         (["algorithm.dynamic_sampling.retire_for=3"], "retire_for = 3: no prompt is retired; set retire_at too"),
+        (["rollout.max_turns=3"], "rollout.max_turns = 3: no prompt has several turns"),
+        (["rollout.max_observation_tokens=99"], "rollout.max_observation_tokens = 99: no prompt has several turns"),
+        (["evaluation.environment=guess:step", "evaluation.path=null"], "no problems are held out"),
         (["preset=[gspo]"], "preset = ['gspo']: no such preset"),
         (["algorithm.policy_loss=cipso"], "did you mean 'cispo'?"),
         (
