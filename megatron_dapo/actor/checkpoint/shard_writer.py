@@ -96,7 +96,7 @@ class ShardWriter(FileSystemWriter):
             names = sorted({result.storage_data.relative_path for result in results})
             self._written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
         except Exception as error:
-            self._written = Written(results=[], digests={}, failure=f"{type(error).__name__}: {error}")
+            self._written = Written(results=[], digests={}, failure=_reason(error))
         finally:
             self._data = {}
 
@@ -118,6 +118,16 @@ class ShardWriter(FileSystemWriter):
 
     def _must_copy(self, data: Any) -> bool:
         return isinstance(data, torch.Tensor) and (data.is_cuda or data.untyped_storage()._cdata in self._live)
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's word, where there is one: over a full disk torch says "unexpected pos 704 vs 598"."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, OSError):
+            return str(at)
+        at = at.__cause__ or at.__context__
+    return f"{type(error).__name__}: {error}"
 
 
 def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
