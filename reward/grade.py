@@ -86,10 +86,9 @@ def _complain(message: str, code: int) -> int:
 
 
 def _grade_file(source: str, target: str | None, config: RewardConfig) -> int:
-    if target is not None and source != "-" and Path(target).exists() and Path(target).samefile(source):
-        raise ValueError(f"--output {target}: is the input itself; verdicts go to another file")
-    if target is not None and Path(target).exists() and not Path(target).is_file():
-        raise ValueError(f"--output {target}: is no file, and would be replaced by one")
+    there = Path(target) if target is not None and Path(target).exists() else None
+    if there and (not there.is_file() or (source != "-" and there.samefile(source))):
+        raise ValueError(f"--output {target}: is the input itself or no file; verdicts go to another file")
     part = None if target is None else Path(f"{target}.{os.getpid()}.part")  # two may grade into one target
     with (
         nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as lines,

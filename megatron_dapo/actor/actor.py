@@ -36,7 +36,6 @@ from megatron_dapo.config.run_config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron_dapo.actor.checkpoint.checkpoint import PendingSave
-    from megatron_dapo.actor.weights.hf_weights import BucketSink
 
 
 class MegatronActor:
@@ -231,14 +230,14 @@ class MegatronActor:
             tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, dtype=torch.float32, value=gradient))
         return (sums["loss"], tensors) if self.rank == 0 else None
 
-    def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> int:
+    def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> None:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
-        Rank 0 writes, and hands each tensor to `watch` before; the number of bytes on every rank."""
+        Rank 0 writes, and hands each tensor to `watch` before."""
         source = Path(self.model.path)
         with self.memory.resident("parameters"):
-            return self._weights.export_hf(self._chunks, self.hf, folder, source, dtype=self._dtype, watch=watch)
+            self._weights.export_hf(self._chunks, self.hf, folder, source, dtype=self._dtype, watch=watch)
 
-    def stream_weights(self, sink: "BucketSink | None", bucket_bytes: int) -> None:
+    def stream_weights(self, sink: Any, bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
         with self.memory.resident("parameters"):
             self._weights.stream_weights(self._chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)

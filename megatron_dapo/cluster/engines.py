@@ -28,7 +28,6 @@ START_DEADLINE_S = 180.0
 """For a new actor to start its process: Python and what it imports may come from a shared file system."""
 PLACE_DEADLINE_S = 60.0
 """For Ray to find another node for a server whose node is gone."""
-NO_ANSWER = "its Ray actor gave no answer"
 NO_NODE = (
     "its node is gone, and no other node of the Ray cluster has room for rollout.tensor_parallel GPUs or CPUs; give "
     "the cluster another. None came"
@@ -238,7 +237,9 @@ class RayServer:
         while not await asyncio.to_thread(self._placement.stands, self._bundle):
             await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def _ask(self, answer: Awaitable[Any], deadline_s: float, silent: str = NO_ANSWER) -> Any:
+    async def _ask(
+        self, answer: Awaitable[Any], deadline_s: float, silent: str = "its Ray actor gave no answer"
+    ) -> Any:
         """ServerStartError with the actor's own words when it fails or is lost, with `silent` when nothing comes."""
         try:
             async with asyncio.timeout(deadline_s):

@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[st
     read = {"train": (training, inputs.prompts), "heldout": (config.evaluation.path, inputs.heldout)}
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "versions": {name: next((found.version for found in distributions(name=name)), None) for name in names}
+        | {"python": platform.python_version()},
         "host": {"name": platform.node(), "system": platform.platform(), "processor": platform.processor()},
         "command": sys.argv,
         "trainer": trainer,
@@ -109,10 +110,3 @@ def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[st
         },
         "stop_token_ids": list(inputs.text.stop_token_ids),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -94,17 +94,13 @@ def _passes_cases(source: str, cases: list[dict[str, str]], cpu_s: int) -> bool 
             if code is None or code == -signal.SIGKILL:
                 return None
             stdout.seek(0)
-            if code != 0 or not same_output(stdout.read().decode("utf-8", "replace"), case["output"]):
+            if code != 0 or _lines(stdout.read().decode("utf-8", "replace")) != _lines(case["output"]):
                 return False
     return True
 
 
-def same_output(given: str, expected: str) -> bool:
-    """Equal line by line, spaces at the end of a line and empty lines at the end aside."""
-    return _lines(given) == _lines(expected)
-
-
 def _lines(text: str) -> list[str]:
+    """Without spaces at the end of a line and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

@@ -52,7 +52,7 @@ class GroupCache:
 
 
 class WeightSender:
-    """A sink of buckets (megatron_dapo.actor.weights.hf_weights.BucketSink) that sends each one to every server.
+    """A sink of buckets (megatron_dapo.actor.weights.hf_weights.stream_weights) that sends each one to every server.
 
     Use as a context. A server that fails is left out of the buckets that follow; nothing is raised for it.
     """

@@ -123,7 +123,7 @@ def test_two_that_write_one_output_do_not_mix(tmp_path):
         (["{folder}"], "Is a directory"),
         (["{file}", "--output", "{folder}/no/such/place"], "No such file or directory"),
         (["{file}", "--output", "{file}"], "is the input itself"),
-        (["{file}", "--output", "{folder}"], "is no file"),
+        (["{file}", "--output", "{folder}"], "or no file"),
         (["{file}", "--verifier", "exat"], "did you mean 'exact'?"),
         (["{file}", "--workers", "0"], "workers = 0: Input should be greater than 0"),
         (["{file}", "--timeout", "-1"], "timeout"),

@@ -101,8 +101,7 @@ def read_manifest(folder: Path) -> tuple[str, dict[str, str]]:
     if not isinstance(files, dict) or not files:
         raise _damaged(f"{file} is damaged: it names no files")
     if algorithm not in tuple(ALGORITHMS):
-        known = ", ".join(ALGORITHMS)
-        raise _damaged(f"{file}: its checksums are {algorithm!r}; known are {known}; take the version that wrote it")
+        raise _damaged(f"{file}: its checksums are {algorithm!r}, of another version; take the one that wrote it")
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise _damaged(f"{folder / missing[0]} is missing: the checkpoint is not whole")

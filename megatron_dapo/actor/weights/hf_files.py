@@ -193,8 +193,7 @@ class FolderPlan:
     def write(self, folder: Path, name: str, tensor: Tensor) -> None:
         """Put one tensor, which is on the CPU, in its place in a folder that `create` made."""
         if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != self.dtype:
-            planned, got = (list(self.shapes[name]), self.dtype), (list(tensor.shape), tensor.dtype)
-            raise WeightsError(f"{folder}: {name} is planned as {planned}, got {got}")
+            raise WeightsError(f"{folder}: {name} is planned as {self.shapes[name]}, got {tensor.shape, tensor.dtype}")
         file, offset = self.places[name]
         source = bytes_of(tensor.contiguous())
         with (folder / file).open("r+b", buffering=0) as stream:
@@ -202,18 +201,15 @@ class FolderPlan:
                 count = os.pwrite(stream.fileno(), source[:PIECE_BYTES], offset)
                 source, offset = source[count:], offset + count
 
-    def finish(self, partial: Path, folder: Path, companions: Path) -> int:
-        """Copy config and tokenizer from the folder `companions`, put `partial` in the place of `folder`, return the
-        bytes of its files.
+    def finish(self, partial: Path, folder: Path, companions: Path) -> None:
+        """Copy config and tokenizer from the folder `companions`, put `partial` in the place of `folder`.
 
         A folder that is already there is replaced; its readers keep what they have open. The config's `dtype` becomes
         that of the weights.
         """
         copy_companions(companions, partial)
         _set_dtype(partial / "config.json", self.dtype)
-        written = sum(file.stat().st_size for file in partial.iterdir())
         replace_folder(partial, folder)
-        return written
 
 
 def partial_folder(folder: Path) -> Path:

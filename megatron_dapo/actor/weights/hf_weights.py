@@ -3,11 +3,11 @@ budget. Gathered parameter by parameter, nowhere whole."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,8 +115,8 @@ def export_hf(
     dtype: torch.dtype,
     max_file_bytes: int = EXPORT_FILE_BYTES,
     watch: Callable[[str, Tensor], None] | None = None,
-) -> int:
-    """Write the model to `folder` in Hugging Face format, return the bytes written; every rank calls, rank 0 writes.
+) -> None:
+    """Write the model to `folder` in Hugging Face format; every rank calls, rank 0 writes.
 
     `watch`, on rank 0, is handed each tensor before it is written: what it does with it needs no pass over the files.
 
@@ -127,7 +127,7 @@ def export_hf(
         RuntimeError: rank 0 could not write; raised on every rank, with the reason.
     """
     plan, partial = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
-    tensors, written, failure = hf_tensors(chunks, hf, dtype=dtype), 0, None
+    tensors, failure = hf_tensors(chunks, hf, dtype=dtype), list[str | None]([None])
     if dist.get_rank() == 0:
         try:
             plan.create(partial)
@@ -135,17 +135,14 @@ def export_hf(
                 if watch is not None:
                     watch(name, tensor)
                 plan.write(partial, name, tensor)
-            written = plan.finish(partial, folder, source_folder)
+            plan.finish(partial, folder, source_folder)
         except (OSError, WeightsError) as error:
-            failure = str(error)
+            failure = [str(error)]
     for _ in tensors:
         pass  # the other ranks send all of them, also after a failure on rank 0
-    report = [(written, failure)]
-    dist.broadcast_object_list(report, src=0)
-    [(written, failure)] = report
-    if failure is not None:
-        raise RuntimeError(f"{folder}: the model could not be exported: {failure}")
-    return written
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise RuntimeError(f"{folder}: the model could not be exported: {failure[0]}")
 
 
 @dataclass(kw_only=True)
@@ -170,16 +167,6 @@ class Bucket:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
-class BucketSink(Protocol):
-    """Where the buckets go, on rank 0."""
-
-    def buffer(self, size: int) -> Tensor:
-        """uint8 [size], on any device, to be filled; what it held before has been used up."""
-
-    def put(self, bucket: Bucket, tensors: Mapping[str, Tensor]) -> None:
-        """Take a bucket that is filled. `tensors` are views of the buffer."""
-
-
 def plan_buckets(shards: Iterable[Shards], dtype: torch.dtype, max_bytes: int) -> list[Bucket]:
     """Parameters in order, as many in a bucket as `max_bytes` hold; a larger one has a bucket to itself.
 
@@ -201,9 +188,10 @@ def stream_weights(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
-    sink: BucketSink | None,
+    sink: Any,
 ) -> None:
-    """Hand the whole model to `sink` on global rank 0; every rank calls, the others with None.
+    """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
+    others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
 
     Rank 0 then holds one bucket and one gathered parameter besides the model, any other rank at most one parameter.
 
