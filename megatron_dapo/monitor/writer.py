@@ -161,13 +161,6 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     return lines
 
 
-def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """(rollout steps, values) of one metric, without the steps that did not measure it."""
-    check_declared([name])
-    known = [line for line in lines if line.get(name) is not None]
-    return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
-
-
 def _parse(text: bytes, file: Path, number: int) -> Line:
     try:
         line = json.loads(text)
