@@ -95,7 +95,7 @@ def test_a_weight_by_which_no_prompt_would_be_drawn_is_refused(file, weight):
     mixture = f"data.mixture=[{{path: a.jsonl, weight: {weight}}}, {{path: b.jsonl, weight: 1.0}}]"
     with pytest.raises(ConfigError, match=r"data\.mixture\.0\.weight = "):
         load_config(file(), ["data.path=null", mixture])
-    for scale in (1e-300, 1e308):
+    for scale in (1e-9, 1e9):
         same = f"data.mixture=[{{path: a.jsonl, weight: {scale!r}}}, {{path: b.jsonl, weight: {scale!r}}}]"
         assert len(load_config(file(), ["data.path=null", same]).data.mixture) == 2
 
