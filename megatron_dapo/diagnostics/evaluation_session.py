@@ -9,7 +9,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.diagnostics.response_log import EvaluationError, response_log
+from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, response_log
 from megatron_dapo.diagnostics.weight_snapshot import fingerprint
 from megatron_dapo.experience.evaluation import Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
@@ -36,17 +36,18 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
         EvaluationError: `out` belongs to another evaluation, or the servers' weights changed meanwhile.
         Stalled: as `Waits.wait_for`.
     """
+    weights = None if config.rollout.urls else Path(config.model.path)
+    described = {"fingerprint": fingerprint(weights)} if weights else {}
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     heldout = read_heldout(config, text)
     rules = turn_rules(config, text, heldout.prompts)
     console.note(f"held-out problems: {heldout.summary()}; asked: {config.evaluation.limit or 'all'}")
     waits, deadline_s = Waits(), config.run.step_deadline_s
-    weights = None if config.rollout.urls else Path(config.model.path)
     with closing(console), closing(RewardPool(config.reward)) as pool:
         async with local_fleet(config, out, waits, vocab_size=text.vocab_size, report=console.note) as fleet:
             responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules)
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
-            described = {"fingerprint": fingerprint(weights)} if weights else await _labels(fleet)
+            described = described or await _labels(fleet)
             total = len(evaluator.keys)
             with response_log(out, _settings(config, evaluator, described)) as log:
                 if there := sum(key in log.known for key in evaluator.keys):
@@ -62,7 +63,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
                 answering = evaluator.answer("eval", known=log.known, record=record)
                 answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
                 if weights is None and (now := await _labels(fleet)) != described:
-                    aside = log.set_aside("mixed")
+                    aside = (out / RESPONSES).rename(out / f"{RESPONSES}.mixed")
                     raise EvaluationError(
                         f"the servers held {described} and now {now}: {aside} mixes them and is of no use"
                     )

@@ -37,11 +37,6 @@ class ResponseLog:
         self._file.flush()
         self.known[key] = answer
 
-    def set_aside(self, ending: str) -> Path:
-        """Rename the file: what it holds is of no use to this evaluation. Returns where it is now."""
-        path = Path(self._file.name)
-        return path.rename(f"{path}.{ending}")
-
 
 @contextmanager
 def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
