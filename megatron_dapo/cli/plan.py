@@ -6,10 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
+from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
 from megatron_dapo.plan.rank_state import model_parameters
@@ -67,7 +66,4 @@ def _page(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Change
     """templates/plan.txt.j2 of it."""
     named = {"source": source, "plan": plan, "splits": splits, "ways": ways, "case": plan.case, "step": plan.step}
     named |= {"parameters": model_parameters(plan.case.hf), "shared": share_gpus(plan.case.config)}
-    pages = Environment(
-        loader=PackageLoader("megatron_dapo.plan"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return pages.get_template("plan.txt.j2").render(named, phases=PHASES, json=json.dumps)
+    return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named)

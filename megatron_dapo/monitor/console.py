@@ -111,15 +111,8 @@ class Console:
         """Before and after, cost and examples: `summary.json` as tables."""
         self.close()
         ways = {way: stages for way, stages in sorted(by_way(summary["heldout"]).items()) if "after" in stages}
-        pages = Environment(
-            loader=PackageLoader("megatron_dapo.monitor"),
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        pages.filters |= {"plain": escape, "duration": duration}
         called = {"percent": percent, "difference": difference, "stages": STAGES, "ways": ways, "examples": ()}
-        text = pages.get_template("summary.txt.j2").render(called | dict(summary))
+        text = text_page("megatron_dapo.monitor", "summary.txt.j2", **called | dict(summary))
         with self._unless_gone():
             self._screen.print(text, soft_wrap=True, emoji=False, end="")
             self._file.flush()
@@ -155,6 +148,13 @@ class Console:
             with self._unless_gone():
                 self._bar.stop()
             self._bar, self._rows = None, {}
+
+
+def text_page(package: str, name: str, **values: Any) -> str:
+    """A template of a package as text; `plain` keeps brackets in a value from being taken for rich's markup."""
+    pages = Environment(loader=PackageLoader(package), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= {"plain": escape, "duration": duration}
+    return pages.get_template(name).render(values)
 
 
 def step_line(metrics: Figures, *, total: int, seconds_left: float) -> str:

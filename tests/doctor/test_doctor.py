@@ -58,7 +58,7 @@ def test_the_quickstart_passes(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}")
     assert answer.exit_code == 0, answer.stdout
     assert " 0 fail" in answer.stdout
-    for check in ("versions", "ports", "limits", "disk", "model", "host memory", "layout, tokenizer and data"):
+    for check in ("versions", "ports", "limits", "disk", "model", "host memory", "inputs"):
         assert f"{check}: " in answer.stdout
     assert not (tmp_path / "run").exists(), "it leaves nothing behind"
 
@@ -84,7 +84,7 @@ def test_the_command_asks_the_nvidia_smi_on_the_path(machine):
     machine.program("nvidia-smi", "#!/bin/sh\nexit 9\n")
     answer = doctor()
     assert answer.exit_code == 1
-    assert "fail    GPUs: nvidia-smi is here but lists no GPU (exit code 9): no output\n        fix: " in answer.stdout
+    assert "fail    gpus: nvidia-smi is here but lists no GPU (exit code 9): no output\n        fix: " in answer.stdout
 
 
 def test_a_fault_is_a_line_with_its_fix_told_once(tmp_path):
@@ -108,7 +108,7 @@ def test_a_dry_run_that_needs_other_nodes_is_not_made(monkeypatch, tmp_path):
     monkeypatch.setattr(config_checks, "dry_run", lambda *_: pytest.fail("it cannot run here"))
     shown = doctor(str(RECIPES / "h100_32.yaml"), f"run.dir={tmp_path}/run", "--dry-run").stdout
     assert "warning dry run: not made: it needs 32 GPUs of other nodes" in shown
-    assert "warning GPUs: none" in shown
+    assert "warning gpus: none" in shown
 
 
 def test_a_dry_run_needs_a_config():
