@@ -90,10 +90,8 @@ class Limits:
     @property
     def text(self) -> str:
         """The limits in words."""
-        gradient = f"of a parameter's gradient {self.gradient:g}"
-        if self.dtype == "bfloat16":
-            gradient = f"of the gradient {self.gradient:g} and {ROUNDING:g} x that of one process"
-        return f"relative difference of the loss {self.loss:g}, {gradient}"
+        bound = f" and {ROUNDING:g} x that of one process" if self.dtype == "bfloat16" else " for each parameter"
+        return f"relative difference of the loss {self.loss:g}, of the gradient {self.gradient:g}{bound}"
 
     def hold(self, aggregation: str, found: "Difference") -> bool:
         """Whether a difference is within them; never for a number that is not finite."""

@@ -127,11 +127,10 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = (config.data.max_prompt_tokens or 1) + config.longest_continuation, config.model.context_length
     if longest > given:
-        phrase = "" if rollout.thinking_end is None else " and thinking_end, at most a token a byte,"
-        phrase = " and max_observation_tokens between max_turns turns" if config.has_environments else phrase
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
-            f"{rollout.longest_response}{phrase}, {longest} tokens together; raise it or lower that"
+            f"{rollout.longest_response}, with thinking_end (at most a token a byte) and the observations between turns "
+            f"where there are any, {longest} tokens together; raise it or lower that"
         )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"

@@ -9,10 +9,8 @@ LEAST_WARN_S = 600
 MARGIN = 1.5
 """The plan is a model, and the warning may come a minute late."""
 
-Forecast = tuple[int, list[str]]
 
-
-def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> Forecast:
+def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> tuple[int, list[str]]:
     """(seconds before the time limit at which the run is told to save, what the user should know).
 
     Args:

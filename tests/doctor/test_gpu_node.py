@@ -87,6 +87,13 @@ def test_a_login_node_checks_what_it_can_and_a_node_of_a_job_must_have_gpus(mach
     assert only(machine, cpu)[0] is FAIL, "no node brings it cores"
 
 
+def test_too_little_memory_is_a_warning(machine, config, monkeypatch):
+    config = changed(config, {"model.path": "examples/quickstart/base"})
+    for needed, status in ((1.0, PASS), (1e18, WARNING)):
+        monkeypatch.setattr(config_checks, "needed_host_memory", lambda *_, needed=needed: needed)
+        assert next(config_checks.check_host_memory(machine.facts(config))).status is status
+
+
 def test_servers_that_someone_else_runs_need_no_gpu_and_no_kernels_here(machine, config):
     outside = changed(config, {"rollout.urls": ("http://elsewhere:30000",)})
     machine.program("nvidia-smi", f"#!/bin/sh\nfor gpu in 0 1 2 3; do echo '{GPU}'; done\n")
