@@ -129,8 +129,8 @@ def _of_data(config: Config) -> Iterator[str]:
     if longest > given:
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
-            f"{rollout.longest_response}, with thinking_end (at most a token a byte) and the observations between turns "
-            f"where there are any, {longest} tokens together; raise it or lower that"
+            f"{rollout.longest_response}, with thinking_end (at most a token a byte) and the observations between "
+            f"turns where there are any, {longest} tokens together; raise it or lower that"
         )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"

@@ -185,9 +185,9 @@ def _column(record: Any, key: str) -> Any:
 
 def _check_columns(record: Any, file: PromptFile, place: str) -> None:
     section, missing = file.setting.removesuffix(".path"), []
-    for name, key in asdict(file.columns).items():
+    for name in ("prompt_key", "answer_key", "source_key", "verifier_key"):
         try:
-            if name.endswith("_key") and key is not None:
+            if (key := getattr(file.columns, name)) is not None:
                 _column(record, key)
         except (KeyError, TypeError):
             missing.append(f"no column {key!r} ({section}.{name}); {nearest(key, record)}")
