@@ -41,19 +41,16 @@ def evaluate(
 
 
 async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
-    from megatron_dapo.diagnostics.evaluation_session import evaluation_session
-    from megatron_dapo.diagnostics.weight_snapshot import KEPT, fingerprint
+    from megatron_dapo.diagnostics.evaluation_session import evaluate
+    from megatron_dapo.diagnostics.weight_snapshot import KEPT
     from megatron_dapo.monitor.console import Console
 
     config, folder, step = find_target(target, overrides, model)
     console, out = Console(), out or folder
-    weights = None if config.rollout.urls else Path(config.model.path)
-    if weights is not None:
-        fingerprint(weights)  # a folder that holds no model is said to be one before anything is read
-    console.note(f"evaluating {weights or ', '.join(config.rollout.urls)}")
-    async with evaluation_session(config, out, console.note) as session:
-        result = await session.evaluate(out, weights=weights, rollout_step=step)
-    if weights is not None and weights.parent == target / KEPT:
+    weights = Path(config.model.path)
+    console.note(f"evaluating {', '.join(config.rollout.urls) or weights}")
+    result = await evaluate(config, out, console, step)
+    if weights.parent == target / KEPT:
         shutil.rmtree(weights)
     _show(result)
     console.note(f"{out}: result.json, problems.jsonl, responses.jsonl")

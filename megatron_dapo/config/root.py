@@ -26,9 +26,6 @@ REFUSED: dict[str, str] = {name: entry["reason"] for entry in _OPTIONS["refused"
 """Options with which no publish could be verified, or no server would start, and why. A dash at the end: all that begin
 so."""
 
-SMALLEST_SHARE = 1e-9
-"""Share of the prompts below which a file of a mixture is there in name only."""
-
 
 OF_TURNS: dict[str, Any] = {
     **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
@@ -130,22 +127,14 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = (config.data.max_prompt_tokens or 1) + config.longest_continuation, config.model.context_length
     if longest > given:
-        phrase = "" if rollout.thinking_end is None else " and thinking_end, at most a token a byte,"
-        phrase = " and max_observation_tokens between max_turns turns" if config.has_environments else phrase
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
-            f"{rollout.longest_response}{phrase}, {longest} tokens together; raise it or lower that"
+            f"{rollout.longest_response}, with thinking_end (at most a token a byte) and the observations between "
+            f"turns where there are any, {longest} tokens together; raise it or lower that"
         )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
-    weights = [source.weight for source in config.data.mixture]
-    for number, weight in enumerate(weights):
-        if weight / max(weights) / len(weights) < SMALLEST_SHARE:
-            yield (
-                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
-                "prompt in 1e9; raise it or leave the file out"
-            )
     if config.evaluation.environment is not None and config.evaluation.path is None:
         yield f"evaluation.environment = {config.evaluation.environment}: no problems are held out; set evaluation.path"
     if not config.has_environments:

@@ -84,17 +84,16 @@ class PromptSet:
         try:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
             found = [order.index_at(position) for position in range(PROBED)]
-            asked_again = [other.index_at(position) for position in reversed(range(PROBED))][::-1]
-        except ImportError as error:
-            raise ConfigError(f"data.order = {name}: {error}") from None
+            if found != [other.index_at(position) for position in reversed(range(PROBED))][::-1]:
+                raise ValueError(
+                    "a position has another prompt when it is asked again; index_at must depend on it alone"
+                )
+            if not all(isinstance(one, int) and 0 <= one < len(self.prompts) for one in found):
+                raise ValueError(
+                    f"index_at must give indices of the {len(self.prompts)} prompts; the first: {found[:9]}"
+                )
         except Exception as error:  # a user's code may fail in any way
             raise ConfigError(f"data.order = {name}: {type(error).__name__}: {error}") from error
-        for position, (one, again) in enumerate(zip(found, asked_again, strict=True)):
-            if not isinstance(one, int) or one != again or not 0 <= one < len(self.prompts):
-                raise ConfigError(
-                    f"data.order = {name}: position {position} has prompt {one}, asked again {again}, of "
-                    f"{len(self.prompts)}; index_at must depend on the position, the prompts and the seed alone"
-                )
         return order
 
     def summary(self) -> str:

@@ -246,10 +246,7 @@ class ByteLevelDecoder:
         Ids outside the vocabulary have no text; bytes that are no UTF-8 become U+FFFD, as the tokenizer does it.
         """
         table = self._plain if skip_special_tokens else self._all
-        try:
-            taken = table.take(pyarrow.array(token_ids))
-        except IndexError:
-            taken = table.take(pyarrow.array(token_ids[token_ids < len(table)]))
+        taken = table.take(pyarrow.array(token_ids[token_ids < len(table)]))
         _, _, joined = taken.buffers()  # the bytes of all rows, without gaps
         return str(joined, "utf-8", "replace")
 
@@ -263,16 +260,12 @@ def decoder_of(tokenizer: Any) -> Decoder:
     if (described["decoder"] or {}).get("type") != "ByteLevel":
         return tokenizer
     alphabet = _alphabet()
-    table = {number: _bytes(text, alphabet) for text, number in backend.get_vocab(with_added_tokens=True).items()}
+    # A token with a character outside the alphabet was added as text and stands for itself.
+    table = {
+        number: bytes(map(alphabet.__getitem__, text)) if set(text) <= alphabet.keys() else text.encode()
+        for text, number in backend.get_vocab(with_added_tokens=True).items()
+    }
     return ByteLevelDecoder(table, frozenset(each["id"] for each in described["added_tokens"] if each["special"]))
-
-
-def _bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """A token with a character outside the alphabet was added as text and stands for itself."""
-    try:
-        return bytes(alphabet[character] for character in token)
-    except KeyError:
-        return token.encode()
 
 
 def _alphabet() -> dict[str, int]:

@@ -18,8 +18,6 @@ from megatron_dapo.plan.scenario import Scenario, load_calibration
 from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
 
 _OPTIMIZER_BYTES = 12
-_CPU_PROCESS_BYTES = 1.6e9
-"""On CPUs a trainer rank takes 0.4 to 0.6 GB, a server's three processes 1.4 to 2.0 GB."""
 
 _DRY_RUN_TOKENS = 32
 _LAST_LINES = 6
@@ -93,12 +91,10 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
         yield passed(room)
 
 
-def needed_host_memory(config: Config, hf: HFModelConfig, *, processes: int, on_gpu: bool) -> float:
-    """Bytes of a machine that `processes` of trainer and servers run on."""
+def needed_host_memory(config: Config, hf: HFModelConfig, processes: int) -> float:
+    """Bytes of a machine on whose GPUs `processes` of trainer and servers run."""
     parts = host_memory(Scenario(config, hf, load_calibration()), float(config.model.context_length))
     needed = sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
-    if not on_gpu:  # weights, gradients, master weights, moments, and the server's
-        return needed + processes * (_CPU_PROCESS_BYTES + model_parameters(hf) * 20)
     layout = config.actor.layout
     first = min(processes, layout.tensor * layout.pipeline)  # data-parallel ranks; they write what all hold
     writing = min(processes, layout.world_size) if config.actor.optimizer.distributed else first
@@ -107,14 +103,13 @@ def needed_host_memory(config: Config, hf: HFModelConfig, *, processes: int, on_
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """What the processes of this machine need against what it can give."""
-    config = facts.given
-    if facts.elsewhere and not facts.gpus:
-        yield passed("not looked at: the processes are to run on other machines")
+    """What the processes of this machine need, by the plan, against what it can give."""
+    if not facts.gpus:
+        yield passed("not looked at: the plan knows machines with GPUs only")
         return
-    hf, available = HFModelConfig.load(Path(config.model.path)), psutil.virtual_memory().available
-    processes = min(needed_gpus(config), len(facts.gpus) or sys.maxsize)
-    needed = needed_host_memory(config, hf, processes=processes, on_gpu=bool(facts.gpus))
+    config, available = facts.given, psutil.virtual_memory().available
+    processes = min(needed_gpus(config), len(facts.gpus))
+    needed = needed_host_memory(config, HFModelConfig.load(Path(config.model.path)), processes)
     shown = f"{available / 1e9:.1f} GB available, about {needed / 1e9:.1f} GB planned for {processes} processes"
     if needed > available:
         yield warning(shown, "run fewer processes on this machine, or free some memory")

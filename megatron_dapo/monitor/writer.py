@@ -154,30 +154,18 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     lines: list[Line] = []
     complete, _, _ = file.read_bytes().rpartition(b"\n")
     for number, text in enumerate(complete.splitlines(), start=1):
-        line = _parse(text, file, number)
+        try:
+            line: Line = json.loads(text)
+            if not isinstance(line["rollout_step"], int):
+                raise TypeError("rollout_step is no integer")
+            for name, value in line.items():
+                finite = isinstance(value, int | float) and math.isfinite(value)
+                if name != NON_FINITE and value is not None and not finite:
+                    raise ValueError(f"{name} = {json.dumps(value)}")
+        except (ValueError, TypeError, KeyError) as error:
+            wanted = "an object in JSON with an integer rollout_step, whose metrics are finite numbers or null"
+            raise MetricsError(f"{file}:{number}: {error}; a line is {wanted}: fix or remove it") from None
         while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:
             lines.pop()
         lines.append(line)
     return lines
-
-
-def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """(rollout steps, values) of one metric, without the steps that did not measure it."""
-    check_declared([name])
-    known = [line for line in lines if line.get(name) is not None]
-    return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
-
-
-def _parse(text: bytes, file: Path, number: int) -> Line:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise MetricsError(f"{file}:{number}: no JSON ({error}); remove the line or restore the file") from None
-    if not isinstance(line, dict) or not isinstance(line.get("rollout_step"), int):
-        raise MetricsError(f"{file}:{number}: a metrics line is an object with an integer rollout_step")
-    for name, value in line.items():
-        finite = isinstance(value, int | float) and math.isfinite(value)
-        if name != NON_FINITE and value is not None and not finite:
-            shown = f"{file}:{number}: {name} = {json.dumps(value)}"
-            raise MetricsError(f"{shown}: a metric is a finite number or null; fix or remove the line")
-    return line

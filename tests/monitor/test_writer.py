@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.monitor.catalog import UndeclaredMetricError
-from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, sample_text, series
+from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, sample_text
 
 
 def line(step: int, **values) -> dict:
@@ -92,13 +92,6 @@ def test_a_value_that_is_no_number_is_named(tmp_path, value):
 
 def test_a_run_without_metrics_has_none(tmp_path):
     assert read_metrics(tmp_path) == []
-
-
-def test_series_leaves_out_what_was_not_measured():
-    lines = [line(1, entropy=0.1), line(2), line(3, entropy=None), line(4, entropy=0.4)]
-    assert series(lines, "entropy") == ([1, 4], [0.1, 0.4])
-    with pytest.raises(UndeclaredMetricError):
-        series(lines, "entrpy")
 
 
 SAMPLE = {
