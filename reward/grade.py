@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
@@ -24,10 +24,16 @@ EXIT_OK, EXIT_NO_VERDICTS, EXIT_USAGE = 0, 1, 2
 _BATCH_BYTES = 16 << 20
 
 
-class _Numeral(str):
-    """A JSON number as it was written: `042` would be an error, and 4300 digits too many for an int."""
+class _Turn(BaseModel):
+    content: str
 
-    __slots__ = ()
+
+class _Line(BaseModel):
+    response: str
+    ground_truth: str | dict[str, Any] | list[Any]
+    prompt: str | list[_Turn] | None = None
+    """A chat is joined."""
+    verifier: str | None = None
 
 
 def main() -> int:
@@ -65,10 +71,13 @@ def main() -> int:
     except PoolError as error:
         return _complain(str(error), EXIT_NO_VERDICTS)
     except ValidationError as error:
-        refused = (f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors())
-        return _complain("; ".join(refused), EXIT_USAGE)
+        return _complain(_in_words(error), EXIT_USAGE)
     except ValueError as error:  # an unknown verifier, an output that is the input
         return _complain(str(error), EXIT_USAGE)
+
+
+def _in_words(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc']))} = {e['input']!r:.40}: {e['msg']}" for e in error.errors())
 
 
 def _complain(message: str, code: int) -> int:
@@ -128,7 +137,7 @@ async def _verdicts(lines: list[bytes], pool: RewardPool, verifier: str) -> list
 
 
 def parse_line(line: bytes, verifier: str) -> VerificationRequest:
-    """The request that a line holds. Bytes that are no UTF-8 become U+FFFD.
+    """The request that a line holds. Bytes that are no UTF-8 become U+FFFD; a number counts as it is written.
 
     Raises:
         ValueError: no JSON object, or a field of the wrong type.
@@ -138,46 +147,18 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
     if not text.strip():
         raise ValueError("empty line")
     try:
-        fields = json.loads(text, parse_int=_Numeral, parse_float=_Numeral)
+        # As text: an int of 4300 digits would be too many, and 0.50 would lose its last one.
+        fields = _Line.model_validate(json.loads(text, parse_int=str, parse_float=str))
+    except ValidationError as error:
+        raise ValueError(_in_words(error)[:200]) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}"[:200]) from error
-    if not isinstance(fields, dict):
-        raise ValueError('not a JSON object with "response" and "ground_truth"')
-    name = _string(fields, "verifier") if fields.get("verifier") is not None else verifier
-    structured = not find_named_by_data(name, {verifier}).fast and isinstance(fields.get("ground_truth"), dict | list)
-    return VerificationRequest(
-        response=_string(fields, "response"),
-        ground_truth=_structure(text) if structured else _string(fields, "ground_truth", numerals=True),
-        prompt=_prompt(fields),
-        verifier=name,
-    )
-
-
-def _structure(text: str) -> str:
-    """The ground truth of a line as JSON, for verifiers that read it so; prompt files may hold it in this form too."""
-    try:
-        return json.dumps(json.loads(text)["ground_truth"])
-    except ValueError as error:  # an integer of more digits than Python reads
-        raise ValueError(f'"ground_truth": {error}'[:200]) from None
-
-
-def _string(fields: dict[str, Any], key: str, *, numerals: bool = False) -> str:
-    if key not in fields:
-        raise ValueError(f'no "{key}"')
-    value = fields[key]
-    if isinstance(value, _Numeral) and numerals:
-        return str(value)
-    if type(value) is not str:
-        kind = "null" if value is None else "a number" if isinstance(value, _Numeral) else f"a {type(value).__name__}"
-        raise ValueError(f'"{key}" is {kind}; it must be a string')
-    return value
-
-
-def _prompt(fields: dict[str, Any]) -> str:
-    """The prompt as text; a chat is joined."""
-    prompt = fields.get("prompt")
-    if prompt is None:
-        return ""
-    if isinstance(prompt, list) and all(isinstance(turn, dict) and type(turn.get("content")) is str for turn in prompt):
-        return "\n".join(turn["content"] for turn in prompt)
-    return _string(fields, "prompt")
+    name, prompt, truth = fields.verifier or verifier, fields.prompt or "", fields.ground_truth
+    fast = find_named_by_data(name, {verifier}).fast
+    if not isinstance(truth, str):
+        if fast:
+            raise ValueError(f"ground_truth: verifier {name} takes a string")
+        truth = json.dumps(json.loads(text)["ground_truth"])  # prompt files may hold it in this form too
+    if not isinstance(prompt, str):
+        prompt = "\n".join(turn.content for turn in prompt)
+    return VerificationRequest(response=fields.response, ground_truth=truth, prompt=prompt, verifier=name)

@@ -69,10 +69,7 @@ def find(name: str) -> Entry:
     try:
         return VERIFIERS.get(check_name(name, VERIFIERS)) or Entry(path=name)
     except ValueError as error:
-        hint = (
-            "add rewards with weights, as 'robust + 0.2 * module:function'" if "*" in name or " + " in name else error
-        )
-        raise VerifierError(f"verifier {name[:80]!r} is not known; {hint}") from None
+        raise VerifierError(f"verifier {name[:80]!r} is not known; {error}") from None
 
 
 def stated_form(name: str) -> str | None:

@@ -160,10 +160,6 @@ class ServerHost(LocalServer):
         await self.start()
         return self.url
 
-    async def state(self) -> tuple[bool, bool]:
-        """Whether it is alive, and whether it was killed."""
-        return self.alive(), self.killed()
-
 
 class RayServer:
     """Engine (rollout.server.engine): the coordinator's side of a ServerHost. An actor that was lost is made anew."""
@@ -178,7 +174,7 @@ class RayServer:
         self._beside = beside
         self._host: Any = None
         self.url = f"http://server{spec.index}.not-started"
-        self._alive = self._killed = False
+        self._alive = False
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -205,9 +201,6 @@ class RayServer:
 
     def alive(self) -> bool:
         return self._alive
-
-    def killed(self) -> bool:
-        return self._killed
 
     def log_tail(self) -> str:
         """The run directory is on a file system that all nodes see."""
@@ -236,9 +229,9 @@ class RayServer:
     async def _look(self) -> None:
         while self._alive:
             try:
-                self._alive, self._killed = await self._host.state.remote()
+                self._alive = await self._host.alive.remote()
             except ray.exceptions.RayError:  # with its actor or its node
-                self._alive, self._killed = False, True
+                self._alive = False
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _placed(self) -> None:

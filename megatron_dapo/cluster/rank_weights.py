@@ -17,9 +17,6 @@ from rollout.weights.sender import GroupCache, Sent, WeightSender
 from rollout.weights.transport import SendRequest
 from rollout.wire.client import ServerInfo
 
-AHEAD_BYTES = 256 << 20
-"""Of tensors that are written, hashed meanwhile and kept in memory for it."""
-
 
 class RankWeights:
     """What every rank is asked for together; the answers are rank 0's."""
@@ -31,15 +28,9 @@ class RankWeights:
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
         with self._checksums(kinds) as checksums:
-            waiting = 0
 
             def watch(name: str, tensor: torch.Tensor) -> None:
-                nonlocal waiting
                 checksums.add({name: tensor})
-                waiting += tensor.nbytes
-                if waiting > AHEAD_BYTES:
-                    checksums.flush()
-                    waiting = 0
 
             self._actor.export_hf(folder, watch=watch if kinds else None)
             return checksums.finish() if kinds and self._actor.rank == 0 else {}

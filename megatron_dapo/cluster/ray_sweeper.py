@@ -7,15 +7,12 @@ that knows of its coordinator's end by the end of its standard input, and ends t
 `python -P ray_sweeper.py FOLDER PACKAGE`, started by `RaySweeper`; PACKAGE is where Ray's programs are.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
@@ -25,8 +22,6 @@ EMPTY_ROUNDS = 3
 END_DEADLINE_S = 10.0
 
 PREFIX = "dapo-ray_"
-YOUNG_S = 60.0
-"""A folder of this age may be one whose sweeper has not locked it yet."""
 RAYS = "r"
 """Ray's own folder, below that of PREFIX: Ray lets every user write into its folders, so one above them is closed."""
 LONGEST_PARENT = 24
@@ -34,26 +29,9 @@ LONGEST_PARENT = 24
 
 
 def new_temp_dir() -> str:
-    """A folder for the sockets and logs of a run's own Ray. Those whose sweeper was killed too are removed first."""
+    """A folder for the sockets and logs of a run's own Ray."""
     usual = tempfile.gettempdir()
-    parent = usual if len(usual) < LONGEST_PARENT else "/tmp"
-    for left in Path(parent).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, locked, or gone
-            if left.stat().st_uid == os.getuid() and time.time() - left.stat().st_mtime > YOUNG_S:
-                os.close(_lock(left))
-                shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=PREFIX, dir=parent)
-
-
-def _lock(folder: str | Path) -> int:
-    """Until the descriptor is closed or the process has ended. OSError: another one holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return tempfile.mkdtemp(prefix=PREFIX, dir=usual if len(usual) < LONGEST_PARENT else "/tmp")
 
 
 class RaySweeper:
@@ -94,7 +72,7 @@ def sweep(folder: str, package: str) -> int:
 
 def _belongs(process: psutil.Process, folder: str, package: str) -> bool:
     """Whether it is Ray's own Python, by title or script, and works in `folder`, by its arguments or the logs that it
-    writes. Who only reads there, or holds the folder's lock, does not belong."""
+    writes. Who only reads there does not belong."""
     words = process.cmdline()
     titled = bool(words) and words[0].startswith("ray::")
     if not titled and not any(word.startswith(f"{package}/") for word in words[1:4]):
@@ -107,7 +85,6 @@ def _belongs(process: psutil.Process, folder: str, package: str) -> bool:
 
 def main() -> None:
     folder, package, parent = *sys.argv[1:], os.getppid()
-    _lock(folder)
     sys.stdin.buffer.read()
     empty = 0
     for _ in range(ROUNDS):

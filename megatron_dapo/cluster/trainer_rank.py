@@ -178,39 +178,21 @@ class RankTimeline:
     @contextmanager
     def call(self, step: int, method: str) -> Iterator[None]:
         """Record what runs inside as rollout step `step`'s call of `method`."""
+        import torch
+
         self._file.begin(step)
         on_cuda = self._actor.device.device.type == "cuda"
-        _forget_peak(on_cuda=on_cuda)
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
         began = time.time()
         with self._actor.timed() as clock:
             yield
         passes = clock.times()
-        self._file.add("calls", method, began, time.time(), **_peak(on_cuda=on_cuda))
+        peak = {"peak_bytes": torch.cuda.max_memory_allocated(), "memory": "device"} if on_cuda else {}
+        self._file.add("calls", method, began, time.time(), **peak)
         tokens, began = max((about.get("tokens", 0) for *_, about in passes), default=0), time.time()
         if method == "update" and tokens and (measured := self._actor.time_tensor_parallel(tokens)) is not None:
             self._file.add("probe", "all-reduce", began, time.time(), **measured)
         for name, start, end, about in passes:
             self._file.add(method, name, start, end, **about)
         self._file.write()
-
-
-def _forget_peak(*, on_cuda: bool) -> None:
-    if on_cuda:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-        return
-    with suppress(OSError):  # a container may forbid it; the peak is then that of the whole life
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak(*, on_cuda: bool) -> dict[str, Any]:
-    """Most memory since `_forget_peak`: that of the device, or on a CPU the process's own."""
-    if on_cuda:
-        import torch
-
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return {"peak_bytes": peak, "reserved_bytes": reserved, "memory": "device"}
-    status = Path("/proc/self/status").read_text()
-    kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
-    return {"peak_bytes": int(kilobytes) * 1024, "memory": "process"}

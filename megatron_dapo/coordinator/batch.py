@@ -82,21 +82,14 @@ def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
         options[field] = getattr(getattr(algorithm, section), field)
     try:
         loss: object = load_named(entry.path if entry else name)(**options)
-        if not (isinstance(loss, PolicyLoss) and _takes_columns(loss)):
+        if not isinstance(loss, PolicyLoss):
             raise TypeError("it gives no PolicyLoss, which has stat_names and __call__(log_probs, columns)")
+        inspect.signature(loss).bind("log_probs", "columns")
         if taken := TAKEN_NAMES.intersection(loss.stat_names):
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
     return loss
-
-
-def _takes_columns(loss: PolicyLoss) -> bool:
-    try:
-        inspect.signature(loss).bind("log_probs", "columns")
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
@@ -216,26 +209,13 @@ def mini_batches(
     return [mini_batch(part.reshape(-1)) for part in np.array_split(members, -(-groups // per_batch))]
 
 
-def chunk_size(groups: int) -> int:
-    """Groups in one chunk of a full batch of `groups`."""
-    return -(-groups // CHUNKS)
-
-
-def joined(chunks: Sequence[LogProbs]) -> LogProbs:
-    """The chunks as one, in order."""
-    return LogProbs(
-        log_probs=np.concatenate([chunk.log_probs for chunk in chunks]),
-        entropy=np.concatenate([chunk.entropy for chunk in chunks]),
-    )
-
-
 class LogProbStream:
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
     def __init__(self, trainer: "Trainer", config: Config) -> None:
         """`config`: as it holds in the step."""
         self._trainer, self._temperature = trainer, config.rollout.temperature
-        self._chunk_size = chunk_size(config.algorithm.prompts_per_step)
+        self._chunk_size = -(-config.algorithm.prompts_per_step // CHUNKS)
         self._wait = config.run.mode == "colocated"
         """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
         self._waiting: list[ScoredGroup] = []
@@ -263,7 +243,11 @@ class LogProbStream:
         """
         while self._waiting:
             self._send()
-        return joined(await asyncio.gather(*self._chunks))
+        chunks = await asyncio.gather(*self._chunks)
+        return LogProbs(
+            log_probs=np.concatenate([chunk.log_probs for chunk in chunks]),
+            entropy=np.concatenate([chunk.entropy for chunk in chunks]),
+        )
 
     def _send(self) -> None:
         responses = responses_of(self._waiting[: self._chunk_size])

@@ -6,7 +6,6 @@ from is damaged, the error names the file and the newest intact checkpoint befor
 """
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -97,7 +96,7 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
     """
     try:
         actor = checkpoint.folder / "actor"
-        if sum((actor / name).stat().st_size for name in read_manifest(actor).files) <= READ_FIRST:
+        if sum((actor / name).stat().st_size for name in read_manifest(actor)[1]) <= READ_FIRST:
             await asyncio.to_thread(check_whole, actor)
         return load_progress(checkpoint.folder)
     except (CheckpointDamagedError, GroupFileError) as error:
@@ -146,10 +145,7 @@ class Checkpoints:
         folder = self.run_dir.checkpoint_aside(progress.rollout_step)
         background = self.config.checkpoint_in_background and not wait
         save = self.trainer.begin_checkpoint if background else self.trainer.save_checkpoint
-        try:
-            background = bool(await save(folder / "actor"))
-        except TrainerError as error:
-            raise _with_room(error, folder) from None
+        background = bool(await save(folder / "actor"))
         await asyncio.to_thread(save_progress, progress, folder)  # seconds, with the tokens of a whole batch
         return partial(self._publish, progress, folder, background)
 
@@ -231,18 +227,9 @@ class Checkpoints:
             await self.waits.wait_for(what, "the trainer ranks' writers", deadline, self._until_written())
             self.run_dir.publish_checkpoint(folder, step, self.config.keep_checkpoints)
         except Exception as error:
-            failure = _with_room(error, folder) if isinstance(error, TrainerError) else error
-            self.waits.lose(failure)
-            raise failure from None
+            self.waits.lose(error)
+            raise
 
     async def _until_written(self) -> None:
         while not await self.trainer.checkpoint_finished():
             await asyncio.sleep(POLL_S)
-
-
-def _with_room(error: TrainerError, folder: Path) -> TrainerError:
-    """The same error with the free space of the disk, unless the ranks themselves are lost."""
-    if isinstance(error, TrainerLost):
-        return error
-    free = shutil.disk_usage(folder).free / 1e6
-    return TrainerError(f"{error}\n{folder}: its disk has {free:.0f} MB free; what was saved before stands")

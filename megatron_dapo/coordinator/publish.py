@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,18 +14,9 @@ from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSync:
-    """A publish in figures."""
-
-    gigabytes_per_second: float
-    """Of the model, once, from the trainer's memory until every server serves the weights, verified."""
-    by_disk: int
-    """Servers that read a folder because the way without one failed."""
-
-
-async def publish_weights(context: RunContext, version: int) -> WeightSync:
-    """Returns when every server holds the trainer's weights as `version`, proven tensor by tensor."""
+async def publish_weights(context: RunContext, version: int) -> dict[str, float | int]:
+    """Returns when every server holds the trainer's weights as `version`, proven tensor by tensor: the metrics
+    `weight_sync/*`."""
     started = time.monotonic()
     config, fleet, handover = context.config, context.fleet, context.handover
     deadline = config.run.step_deadline_s
@@ -52,7 +42,7 @@ async def publish_weights(context: RunContext, version: int) -> WeightSync:
             # NFS keeps a file that a server still has open; what is left goes with the next version.
             shutil.rmtree(older, ignore_errors=True)
     seconds = max(time.monotonic() - started, 1e-9)
-    return WeightSync(gigabytes_per_second=report.bytes / 1e9 / seconds, by_disk=len(report.by_disk))
+    return {"weight_sync/gb_per_s": report.bytes / 1e9 / seconds, "weight_sync/by_disk": len(report.by_disk)}
 
 
 class TrainerWeights:

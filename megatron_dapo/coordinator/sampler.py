@@ -23,7 +23,7 @@ how long its responses turned out to be: expiry favours no length.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,10 +37,6 @@ from megatron_dapo.storage.ledger import Event, Ledger
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
-
-
-MOST_UNFINISHED = 1 << 28
-"""Tokens of unfinished groups in a checkpoint, the first in line: 3 GiB. What is left out is sent again."""
 
 
 class Holding(Protocol):
@@ -132,6 +128,7 @@ class DynamicSampler:
         carried = [*self._restored.values(), *finished]
         for group, _ in carried:
             self._record(Event.CARRIED, group, rollout_step)
+        drawn = [self._unfinished(sent.position, sent.version) for sent in self._flight if not sent.finished]
         cursor = self._flight[0].position if self._flight else self._next
         self._skipped = {position for position in self._skipped if position >= cursor}
         return SamplerState(
@@ -142,16 +139,8 @@ class DynamicSampler:
             pass_rate=self._pass_rate,
             carried=tuple(group for group, _ in carried),
             sent_with=tuple(version for _, version in carried),
-            unfinished=tuple(self._drawn_of(sent for sent in self._flight if not sent.finished)),
+            unfinished=tuple(group for group in drawn if group is not None),
         )
-
-    def _drawn_of(self, flight: Iterable["_Sent"]) -> Iterator[ScoredGroup]:
-        room = MOST_UNFINISHED
-        for sent in flight:
-            group = self._unfinished(sent.position, sent.version)
-            room -= group.tokens if group is not None else 0
-            if group is not None and room >= 0:
-                yield group
 
     async def fill(
         self,

@@ -15,7 +15,6 @@ from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.batch import FilledBatch, Gap
 from megatron_dapo.coordinator.checkpoints import Progress
-from megatron_dapo.coordinator.publish import WeightSync
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answers
@@ -63,7 +62,7 @@ def step_metrics(
     updates: Sequence[UpdateMetrics],
     evaluation: Mapping[str, Answers],
     seconds: Mapping[str, float],
-    sync: WeightSync,
+    sync: Mapping[str, float | int],
 ) -> dict[str, float | int]:
     """Values of the catalog's metrics for the step after which the run stands at `progress`.
 
@@ -85,8 +84,7 @@ def step_metrics(
         "tokens/generated": tokens,
         "tokens/trained": int(trained),
         "tokens_per_second/rollout": tokens / max(writing, 1e-9),
-        "weight_sync/gb_per_s": sync.gigabytes_per_second,
-        "weight_sync/by_disk": sync.by_disk,
+        **sync,
         "tokens_per_second/train": int(trained) / max(seconds["update"], 1e-9),
     }
     metrics |= _response_metrics(admission.judged)

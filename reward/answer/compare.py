@@ -71,9 +71,7 @@ def inequality_as_interval(text: str) -> str | None:
     if len(parts) == 3:
         parts = ["-\\infty", "<", *parts] if _PATTERNS["name"].fullmatch(parts[0]) else [*parts, "<", "\\infty"]
     low, first, name, second, high = parts
-    if not (
-        _PATTERNS["name"].fullmatch(name) and _PATTERNS["bound"].fullmatch(low) and _PATTERNS["bound"].fullmatch(high)
-    ):
+    if not (_PATTERNS["name"].fullmatch(name) and all(map(_PATTERNS["bound"].fullmatch, (low, high)))):
         return None
     closed = ["e" in sign or "=" in sign for sign in (first, second)]
     return f"{'[' if closed[0] else '('}{low},{high}{']' if closed[1] else ')'}"
@@ -82,10 +80,7 @@ def inequality_as_interval(text: str) -> str | None:
 def _same_text(answer: Answer, truth: Answer) -> bool:
     if not _names_agree(answer, truth):
         return False
-    given, wanted = (
-        compact(_PATTERNS["article"].sub("", answer.text)),
-        compact(_PATTERNS["article"].sub("", truth.text)),
-    )
+    given, wanted = (compact(_PATTERNS["article"].sub("", each.text)) for each in (answer, truth))
     if given and (given == wanted or _bare(given) == _bare(wanted)):
         return True
     return bool(answer.name) and compact(answer.body) == wanted

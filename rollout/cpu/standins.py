@@ -76,7 +76,6 @@ _CONTENTS: dict[str, dict[str, Any]] = {
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
     },
     "triton.language": {"constexpr": _empty_class("constexpr", "triton.language")},
-    "triton.knobs.runtime.kernel_load_start_hook": {"add": lambda hook: None},  # SGLang 0.5.23
     "torchvision": {"__version__": "0.0.0"},
     "torchvision.transforms": {"InterpolationMode": _InterpolationMode},
     "torchvision.transforms.functional": {"InterpolationMode": _InterpolationMode},

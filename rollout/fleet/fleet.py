@@ -73,7 +73,7 @@ class RolloutFleet:
         except Exception:
             await self.close()
             raise
-        supervisor.watch(self._requests.watch(self.report))
+        supervisor.watch()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives publishes and the loss of servers.

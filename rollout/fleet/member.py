@@ -41,8 +41,6 @@ class Timing:
     longest_backoff_s: float = 30.0
     report_interval_s: float = 15.0
     """Between two reports of a wait that goes on."""
-    silence_s: float = 60.0
-    """Between two checks whether any server has sent anything (`rollout.fleet.request_loop.RequestLoop.watch`)."""
 
     def backoff_s(self, attempt: int) -> float:
         """The pause after a failed attempt, counted from 0."""

@@ -137,8 +137,8 @@ class RequestLoop:
     publisher: Publisher
     vocab_size: int
     observe: Callable[[ServedPart], None]
-    _awaited: dict[str, tuple[str, str, float, Sequence[Reply]]] = field(default_factory=dict, init=False)
-    """Responses that servers owe: {id of the call: (request, server, since when, what has come)}, the oldest first."""
+    _awaited: dict[str, tuple[float, Sequence[Reply]]] = field(default_factory=dict, init=False)
+    """Responses that servers owe: {id of the call: (since when, what has come)}, the oldest first."""
     _responses: dict[str, Response] = field(default_factory=dict, init=False)
     """Under way, by the id of the request."""
     _drawn: int = field(default=0, init=False)
@@ -185,29 +185,8 @@ class RequestLoop:
     def load(self) -> tuple[int, int, float]:
         """See `RolloutFleet.load`."""
         owed = list(self._awaited.values())
-        streamed = sum(len(come) for *_, come in owed) * self.config.stream_every
-        return self._drawn + streamed, len(owed), time.monotonic() - owed[0][2] if owed else 0.0
-
-    async def watch(self, report: Callable[[str], None]) -> None:
-        """Reports the oldest awaited response, every `silence_s` seconds, while no server has sent anything for a tenth
-        of a request's deadline. The supervisor's probes find single servers that are silent."""
-        deadline_s = self.config.request_deadline_s
-        segments: dict[str, int] = {}
-        since = time.monotonic()
-        while True:
-            await asyncio.sleep(self.timing.silence_s)
-            before, segments = segments, {rid: len(come) for rid, (*_, come) in self._awaited.items()}
-            now = time.monotonic()
-            if segments != before or not segments:
-                since = now
-            elif now - since >= deadline_s / 10:
-                request_id, url, asked, come = next(iter(self._awaited.values()))
-                tokens = sum(segment.token_ids.size for segment in come)
-                report(
-                    f"no server has sent anything for {now - since:.0f} s; responses owed: {len(segments)}, the "
-                    f"longest {request_id} by {url}, {tokens} tokens in {now - asked:.0f} s "
-                    f"(asked for again after rollout.request_deadline_s = {deadline_s:g} s)"
-                )
+        streamed = sum(len(come) for _, come in owed) * self.config.stream_every
+        return self._drawn + streamed, len(owed), time.monotonic() - owed[0][0] if owed else 0.0
 
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
@@ -282,7 +261,7 @@ class RequestLoop:
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
         asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=segments if streams else None)
         call = asyncio.ensure_future(member.call(asking))
-        self._awaited[rid] = (request.request_id, member.url, time.monotonic(), segments)
+        self._awaited[rid] = time.monotonic(), segments
         try:
             await asyncio.wait({call}, timeout=self.config.request_deadline_s)
             if not call.done():  # a server that is merely slow answers the abort with what it has

@@ -9,10 +9,9 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout.config import RolloutConfig
 from rollout.errors import (
@@ -57,9 +56,9 @@ class Supervisor:
     _starts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     """Restarts of servers' processes that are under way."""
 
-    def watch(self, requests: Coroutine[Any, Any, None]) -> None:
-        """Begins to watch the servers, once they are started, and runs `requests`, which watches what they owe."""
-        watches = [self._watch_fleet(), requests, *map(self._watch, self.members)]
+    def watch(self) -> None:
+        """Begins to watch the servers, once they are started."""
+        watches = [self._watch_fleet(), *map(self._watch, self.members)]
         self._tasks = [asyncio.ensure_future(watch) for watch in watches]
 
     async def close(self) -> None:
@@ -155,20 +154,18 @@ class Supervisor:
             member.enter(State.DOWN, f"taking its memory back: {error}")
 
     async def _start(self, member: Member) -> None:
-        """Starts a server and returns when it is READY. A server that ends meanwhile is started once more; one that is
-        killed is started again until the deadline.
+        """Starts a server and returns when it is READY. A server that ends meanwhile is started once more.
 
         Raises:
             As `_wait_ready`.
         """
-        deadline, ended = time.monotonic() + self.start_deadline_s, 0
+        deadline = time.monotonic() + self.start_deadline_s
         await member.engine.start()
-        while True:
+        for ended in itertools.count(1):
             try:
                 await self._wait_ready(member, deadline)
                 return member.enter(State.READY)
             except ServerStartError as error:
-                ended += not member.engine.killed()
                 if member.engine.alive() or ended > 1 or time.monotonic() > deadline:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")

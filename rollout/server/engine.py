@@ -24,9 +24,6 @@ TAIL_LINES = 40
 GRACE_S = 8.0
 """Seconds for a GPU server to release its devices after SIGTERM. On a CPU there is nothing to release."""
 
-STOP_CHECK_S = 5.0
-"""Between two checks whether a process of a server is stopped (SIGSTOP)."""
-
 LONGEST_TMPDIR = 90
 """Characters: the server's sockets stand there, and the path of one may have 107."""
 
@@ -52,12 +49,8 @@ class Engine(Protocol):
         return None
 
     def alive(self) -> bool:
-        """False when the process is known to have ended, or to be stopped for seconds (SIGSTOP)."""
+        """False when the process is known to have ended."""
         return True
-
-    def killed(self) -> bool:
-        """Whether that was by a signal: somebody's, or the kernel's for want of memory."""
-        return False
 
     def log_tail(self) -> str:
         """The last lines of the log, for errors."""
@@ -111,7 +104,6 @@ class LocalServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
         self._held: socket.socket | None = None
-        self._next_stop_check, self._times_stopped = 0.0, 0
 
     @property
     def url(self) -> str:
@@ -126,7 +118,6 @@ class LocalServer:
         self._release_port()
         self._held = hold_port(self.config, self.spec.index)
         self._port = self._held.getsockname()[1]
-        self._next_stop_check, self._times_stopped = time.monotonic() + STOP_CHECK_S, 0
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
@@ -142,10 +133,7 @@ class LocalServer:
             )
 
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None and not self._is_stopped()
-
-    def killed(self) -> bool:
-        return self.process is not None and ((self.process.poll() or 0) < 0 or self._is_stopped())
+        return self.process is not None and self.process.poll() is None
 
     def log_tail(self) -> str:
         return tail(self.spec.log_path)
@@ -180,15 +168,6 @@ class LocalServer:
         if self._held is not None:
             self._held.close()
             self._held = None
-
-    def _is_stopped(self) -> bool:
-        """Whether two checks in a row found a process of the server stopped. One check alone may fall into the moment
-        in which a batch system stops or continues all processes of a job."""
-        assert self.process is not None
-        if time.monotonic() >= self._next_stop_check:
-            self._next_stop_check = time.monotonic() + STOP_CHECK_S
-            self._times_stopped = self._times_stopped + 1 if any(map(_stopped, _group_members(self.process.pid))) else 0
-        return self._times_stopped > 1
 
     def _environment(self) -> dict[str, str]:
         # A checkout that is not installed must be importable in the child too.
@@ -247,13 +226,6 @@ def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - size))
         return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
-
-
-def _stopped(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _group_members(group: int) -> list[psutil.Process]:

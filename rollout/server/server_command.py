@@ -124,6 +124,6 @@ def read_key(path: Path) -> Secret:
         raise KeyFileError(f"{path}: no API key can be read there ({error})") from None
     if mode & 0o077:
         raise KeyFileError(f"{path}: others may read this API key; chmod 600 it")
-    if not key or not key.isascii() or any(character.isspace() for character in key):
+    if not key.isascii() or len(key.split()) != 1:
         raise KeyFileError(f"{path}: expected one API key: a line of ASCII text without spaces")
     return Secret(key)

@@ -28,9 +28,8 @@ Checksums = dict[int, dict[str, str]]
 """{tensor-parallel rank: {SGLang's tensor name: hash}}"""
 
 _HASH_THREADS = 4
-_READ_AHEAD_BYTES = 1 << 30
-"""Of a folder's tensors, in memory at a time."""
-
+AHEAD_BYTES = 1 << 30
+"""Of tensors that are hashed at a time: `add` waits beyond that."""
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a tensor that are processed at a time."""
@@ -83,7 +82,7 @@ class ChecksumStream:
         gate and up of all experts of a layer, beside what `add` is given."""
         self._copied: dict[str, Tensor] = {}
         """Those of them that have memory of their own."""
-        self._pool = ThreadPoolExecutor(_HASH_THREADS)
+        self._pool, self._ahead = ThreadPoolExecutor(_HASH_THREADS), 0
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +91,7 @@ class ChecksumStream:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begins to hash what `tensors` complete; they must not change until `flush`."""
+        """Begins to hash what `tensors` complete; they must not change until `flush`, and stay in memory as long."""
         self.missing -= tensors.keys()
         known = self._incomplete | dict(tensors)
         for name in tensors:
@@ -102,11 +101,14 @@ class ChecksumStream:
                     self._hashes[key] = self._pool.submit(self._hash, *key, known)
         still = {name for name in known if any(key not in self._hashes for key in self._by_source[name])}
         self._incomplete = {name: known[name] for name in still}
+        self._ahead += sum(tensor.nbytes for tensor in tensors.values())
+        if self._ahead > AHEAD_BYTES:
+            self.flush()
 
     def flush(self) -> None:
         """Returns when every tensor that was given has been read."""
         wait(self._hashes.values())
-        copied = self._copied
+        copied, self._ahead = self._copied, 0
         self._copied = {
             name: copied[name] if name in copied else each.clone() for name, each in self._incomplete.items()
         }
@@ -146,14 +148,8 @@ def expected_checksums(folder: Path, info: ServerInfo) -> Checksums:
     where = {name: file for file in files for name in list(file.keys())}
     try:
         with ChecksumStream(config, where.keys(), [info]) as stream:
-            read = 0
             for name, file in where.items():
-                tensor = file.get_tensor(name)
-                stream.add({name: tensor})
-                read += tensor.nbytes
-                if read > _READ_AHEAD_BYTES:
-                    stream.flush()
-                    read = 0
+                stream.add({name: file.get_tensor(name)})
             return stream.finish()[info]
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None

@@ -57,8 +57,8 @@ class Host:
     async def begin(self) -> str:
         return f"http://{ray.get_runtime_context().get_node_id()}/{','.join(self.gpus)}"
 
-    async def state(self) -> tuple[bool, bool]:
-        return True, False
+    def alive(self) -> bool:
+        return True
 
     async def close(self) -> None:
         return None

@@ -1,17 +1,13 @@
 """What of a Ray is ended, and who else is left alone."""
 
-import fcntl
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cluster import ray_sweeper
-from megatron_dapo.cluster.ray_sweeper import RAYS, RaySweeper, new_temp_dir
+from megatron_dapo.cluster.ray_sweeper import RAYS, RaySweeper
 
 HOLD = "import sys, time\nfile = open(sys.argv[1], sys.argv[2])\nprint('open', flush=True)\ntime.sleep(1000)"
 
@@ -66,36 +62,3 @@ def test_the_end_of_the_coordinator_is_enough(place):
     finally:
         agent.kill()
         agent.wait()
-
-
-def test_what_a_sweeper_that_was_killed_has_left_goes_at_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(ray_sweeper, "LONGEST_PARENT", 1000)
-    live, dead, another = new_temp_dir(), new_temp_dir(), tmp_path / "another"
-    another.mkdir()
-    sweepers = {folder: RaySweeper(folder) for folder in (live, dead)}
-    sweepers[dead]._process.kill()
-    sweepers[dead]._process.wait(10)
-    young = new_temp_dir()
-    hour_ago = time.time() - 3600
-    deadline = time.monotonic() + 30
-    while not locked(live) and time.monotonic() < deadline:  # the sweeper has begun
-        time.sleep(0.05)
-    for folder in (live, dead, another):
-        os.utime(folder, (hour_ago, hour_ago))
-    mine = new_temp_dir()
-    assert {str(left) for left in tmp_path.iterdir()} == {live, young, mine, str(another)}
-    sweepers[live].close()
-    assert not Path(live).exists()
-
-
-def locked(folder: str) -> bool:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)

@@ -227,7 +227,7 @@ def test_what_is_no_policy_loss_is_refused_before_anything_starts(config, tmp_pa
     for name, fault in {
         "losses_of_ones_own:NoStats": "gives no PolicyLoss",
         "losses_of_ones_own:NotCallable": "gives no PolicyLoss",
-        "losses_of_ones_own:NoColumns": "gives no PolicyLoss",
+        "losses_of_ones_own:NoColumns": "too many positional arguments",
         "losses_of_ones_own:Refuses": "high must exceed low",
         "losses_of_ones_own:NamesAgain": "its statistic entropy has the name",
         "loss_with_a_typo:Loss": "invalid syntax",

@@ -266,7 +266,7 @@ def test_each_sample_has_the_verifier_that_its_row_file_or_source_names(tmp_path
         ({"by": "os:system"}, "a data file may not choose code"),
         ({"by": "robust + 0.1 * os:system"}, "'os:system' is code that only the file names"),
         ({"by": "robust + 0.1 * choic"}, "did you mean 'choice'"),
-        ({"by": "robust + choice"}, "add rewards with weights, as"),
+        ({"by": "robust + choice"}, "is not known"),
         ({"by": "robust + 0.1 * choice", "answer": "12"}, "not the letter"),
         ({"by": 3}, "expected a text"),
         ({"by": "choice", "answer": "Paris"}, "not the letter"),

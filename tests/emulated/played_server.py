@@ -249,9 +249,6 @@ class PlayedEngine:
     def alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
 
-    def killed(self) -> bool:
-        return not self.alive()
-
     def log_tail(self) -> str:
         return ""
 

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_dapo.actor.device import FP8_CAPABILITY
-from megatron_dapo.config.actor_config import OffloadConfig
+from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
 from tests.actor.checkpoint.test_checkpoint import train
 from tests.actor.gloo import ROOT, RankPlace, end_workers, run_ranks
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
@@ -107,7 +106,7 @@ def test_its_own_layers_have_the_names_and_shapes_of_the_weights(real):
 
 
 def test_no_fp8_recipe_of_the_config_has_a_state_in_its_own_layers(real):
-    assert sorted(real["stateless recipes"]) == sorted(FP8_CAPABILITY)
+    assert sorted(real["stateless recipes"]) == sorted(get_args(get_type_hints(ActorConfig)["fp8_recipe"]))
 
 
 def test_its_own_layers_give_up_their_fp8_weights(real):

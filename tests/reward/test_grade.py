@@ -31,23 +31,27 @@ LINES: list[tuple[bytes, int, str | None]] = [
     (b"   ", 0, "empty line"),
     (b"not json", 0, "not JSON"),
     (b'{"response": "Answer: 42", "ground_truth": "42"', 0, "not JSON"),
-    (b"[1, 2]", 0, "not a JSON object"),
-    (b'"Answer: 42"', 0, "not a JSON object"),
-    (b"null", 0, "not a JSON object"),
-    (b'{"response": null, "ground_truth": "42"}', 0, '"response" is null'),
-    (b'{"response": 42, "ground_truth": "42"}', 0, '"response" is a number'),
-    (b'{"response": ["Answer: 42"], "ground_truth": "42"}', 0, '"response" is a list'),
-    (b'{"ground_truth": "42"}', 0, 'no "response"'),
-    (b'{"response": "Answer: 42"}', 0, 'no "ground_truth"'),
-    (b'{"response": "Answer: 42", "ground_truth": null}', 0, '"ground_truth" is null'),
+    (b"[1, 2]", 0, "valid dictionary"),
+    (b'"Answer: 42"', 0, "valid dictionary"),
+    (b"null", 0, "valid dictionary"),
+    (b'{"response": null, "ground_truth": "42"}', 0, "response = None: Input should be a valid string"),
+    (b'{"response": 42, "ground_truth": "42"}', 0, None),
+    (
+        b'{"response": ["Answer: 42"], "ground_truth": "42"}',
+        0,
+        "response = ['Answer: 42']",
+    ),
+    (b'{"ground_truth": "42"}', 0, "response = "),
+    (b'{"response": "Answer: 42"}', 0, "Field required"),
+    (b'{"response": "Answer: 42", "ground_truth": null}', 0, "ground_truth"),
     (b'{"response": "Answer: 42", "ground_truth": ""}', 0, "ground truth"),
     (b'{"response": "Answer: 42", "ground_truth": "42", "verifier": "robst"}', 0, "did you mean 'robust'"),
     (b'{"response": "true", "ground_truth": "1", "verifier": "os:system"}', 0, "may not choose code to run"),
     (b'{"response": "Answer: B", "ground_truth": "B", "verifier": "choice"}', 1, None),
     (b'{"response": "{\\"x\\": 1}", "ground_truth": {"equals": {"x": 1.0}}, "verifier": "json"}', 1, None),
     (b'{"response": "{\\"x\\": 2}", "ground_truth": {"equals": {"x": 1}}, "verifier": "json"}', 0, None),
-    (b'{"response": "[1]", "ground_truth": {"equals": [' + b"1" * 5000 + b']}, "verifier": "json"}', 0, "ground_truth"),
-    (b'{"response": "Answer: 1", "ground_truth": {"equals": 1}}', 0, '"ground_truth" is a dict'),
+    (b'{"response": "[1]", "ground_truth": {"equals": [' + b"1" * 5000 + b']}, "verifier": "json"}', 0, "4300 digits"),
+    (b'{"response": "Answer: 1", "ground_truth": {"equals": 1}}', 0, "ground_truth: verifier robust takes a string"),
     (b'{"response": "Answer: \\ud83d 42 \\ud83d", "ground_truth": "42"}', 1, None),
     (b'{"response": "Answer: 42\xff\xfe", "ground_truth": "42"}', 1, None),
     (b"\xff\xfe\x00", 0, "not JSON"),
@@ -57,7 +61,7 @@ LINES: list[tuple[bytes, int, str | None]] = [
     (b'{"response": "Answer: ' + b"9" * 1_000_000 + b'", "ground_truth": "9"}', 0, None),
     (b"[" * 100_000, 0, "not JSON"),
     (b'{"response": "Answer: 9^{9^{9^9}}", "ground_truth": "9"}', 0, None),
-    (b'{"response": "x", "ground_truth": "1", "prompt": 7}', 0, '"prompt" is a number'),
+    (b'{"response": "x", "ground_truth": "1", "prompt": true}', 0, "prompt"),
     (b'{"response": "Answer: 84/2", "ground_truth": "42", "prompt": "What is 84/2?"}', 0, None),
     (b'{"response": "Answer: 84/2", "ground_truth": "42", "prompt": [{"role": "user", "content": "84/2?"}]}', 0, None),
     (b'{"response": "Answer: 42", "ground_truth": NaN}', 0, "ground_truth"),
@@ -174,7 +178,7 @@ def test_a_request_keeps_what_the_line_says():
     request = parse_line(b'{"response": "r", "ground_truth": 1.50, "prompt": "p", "verifier": "choice"}', "robust")
     assert (request.response, request.ground_truth, request.prompt, request.verifier) == ("r", "1.50", "p", "choice")
     assert parse_line(b'{"response": "r", "ground_truth": "x"}', "exact").verifier == "exact"
-    with pytest.raises(ValueError, match="is a bool"):
+    with pytest.raises(ValueError, match="ground_truth"):
         parse_line(b'{"response": "r", "ground_truth": true}', "robust")
     with pytest.raises(VerifierError):
         parse_line(b'{"response": "r", "ground_truth": "x", "verifier": "nope"}', "robust")

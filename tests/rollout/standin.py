@@ -48,8 +48,6 @@ class StandIn:
         self.start_fails = False
         self.dies_at_starts = 0
         """How many of the next starts end in its death."""
-        self.is_killed = False
-        """Whether it is said to have been killed when it ends."""
         self.may_start = asyncio.Event()
         """Cleared by a test: a start waits for it."""
         self.may_start.set()
@@ -132,9 +130,6 @@ class StandIn:
 
     def alive(self) -> bool:
         return self._runner is not None
-
-    def killed(self) -> bool:
-        return self.is_killed
 
     def log_tail(self) -> str:
         return f"last words of {self.url}"

@@ -17,7 +17,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
-from rollout.server import engine, launch_server
+from rollout.server import launch_server
 from rollout.server.engine import LocalServer
 from rollout.server.server_command import ServerSpec, read_key
 from tests.processes import ROOT
@@ -60,65 +60,6 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=8, report=print)
     with pytest.raises(ServerStartError, match=r"(?s)ended while it started.*no-such-flag"):
         asyncio.run(fleet.start(START_S))
-
-
-def test_two_looks_that_find_a_server_stopped_count_as_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "STOP_CHECK_S", 0.2)
-    spec = ServerSpec(
-        model_path=tmp_path, device="cpu", dtype="float32", context_length=8, seed=0, log_path=tmp_path / "log"
-    )
-    local = LocalServer(RolloutConfig(), spec)
-    local.process = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
-    try:
-        assert local.alive()
-        (child,) = _eventually(lambda: psutil.Process(local.process.pid).children())
-        child.suspend()
-        began = time.monotonic()
-        while local.alive():
-            assert time.monotonic() - began < 10
-            time.sleep(0.01)
-        assert time.monotonic() - began > 0.15, "the first look may fall into a moment"
-        assert local.killed()
-        child.resume()
-        time.sleep(0.25)
-        assert local.alive()
-        child.suspend()
-    finally:
-        local.kill()
-    assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
-
-
-def _eventually(look: Callable[[], list[psutil.Process]], seconds: float = 10) -> list[psutil.Process]:
-    began = time.monotonic()
-    while not (found := look()):
-        assert time.monotonic() - began < seconds
-        time.sleep(0.01)
-    return found
-
-
-@pytest.mark.slow
-def test_a_server_that_is_stopped_while_it_starts_is_started_again(tmp_path: Path) -> None:
-    loop = asyncio.new_event_loop()
-    place = make_place(loop, tmp_path, "llama", deterministic=False)
-
-    async def work() -> None:
-        start = asyncio.ensure_future(place.fleet.start(START_S))
-        while place.server.process is None:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(2.0)
-        psutil.Process(place.server.process.pid).suspend()
-        await start
-        asked = requests_of(4, seed=3)
-        assert_log_probs(place.model, asked, await all_of(place.fleet, asked))
-
-    try:
-        began = time.monotonic()
-        place.run(work())
-        assert time.monotonic() - began < 150
-        assert any("starting it again" in line for line in place.reports)
-    finally:
-        place.run(place.fleet.close())
-        loop.close()
 
 
 @pytest.mark.slow
@@ -184,6 +125,14 @@ def test_tensor_parallel_ranks_hold_their_shares(tmp_path: Path, kind: str) -> N
     finally:
         loop.run_until_complete(fleet.close())
         loop.close()
+
+
+def _eventually(look: Callable[[], list[psutil.Process]], seconds: float = 10) -> list[psutil.Process]:
+    began = time.monotonic()
+    while not (found := look()):
+        assert time.monotonic() - began < seconds
+        time.sleep(0.01)
+    return found
 
 
 def listening(server: LocalServer) -> set[str]:

@@ -53,7 +53,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     return RankTrace(
         rank=rank,
         place=actor.place(),
-        kernels=str(choice),
+        kernels="\n".join(f"{part}: {kernel}" for part, kernel in choice.kernels.items()),
         calls=RecordingGroup.calls,
         waits=[Wait(*wait, count) for wait, count in sorted(meter.waits.items())],
         peaks=dict(meter.peaks),

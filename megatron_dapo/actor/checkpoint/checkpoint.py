@@ -11,19 +11,15 @@ into any layout. Before anything is loaded every file is compared with the manif
 
 import shutil
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import torch as mcore
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed import checkpoint as torch_checkpoint
 
@@ -122,7 +118,6 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
     state = files.read_state(folder, distributed=optimizer.config.distributed)
-    _check_common_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
@@ -130,19 +125,6 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
     if asdict(LayoutConfig()) | state["layout"] == asdict(layout):  # an older one has fewer keys
         _set_random_state(loaded["rng"][dist.get_rank()])
-
-
-def _check_common_state(folder: Path) -> None:
-    """Megatron-Core 0.16 keeps it in a file of its own, 0.19 in the shards, and reads both."""
-    if (folder / COMMON_STATE_FNAME).exists():
-        return
-    try:
-        dist_checkpointing.load_common_state_dict(str(folder))
-    except (AttributeError, CheckpointingException) as error:  # 0.16 stumbles over its own message
-        raise CheckpointError(
-            f"{folder}: Megatron-Core {version('megatron-core')} cannot read it: a newer version's checkpoint has no "
-            f"{COMMON_STATE_FNAME}. Resume with the version that wrote it, or {files.CONVERT}"
-        ) from error
 
 
 class _PlanOnly(mcore.TorchDistSaveShardedStrategy):
@@ -166,10 +148,10 @@ class _PlanOnly(mcore.TorchDistSaveShardedStrategy):
 def _has_room(own_bytes: int) -> bool:
     """Whether every host holds the copies of all its ranks; the same answer on every rank."""
     places = gather_objects((socket.gethostname(), own_bytes, available_bytes()))
-    needed: Counter[str] = Counter()
-    for host, size, _ in places:
-        needed[host] += size
-    return all(needed[host] <= MEMORY_SHARE * available for host, _, available in places)
+    return all(
+        sum(size for other, size, _ in places if other == host) <= MEMORY_SHARE * available
+        for host, _, available in places
+    )
 
 
 def _named_chunks(optimizer: ActorOptimizer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,6 @@ ALGORITHM = "xxh3-128"
 
 ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha256": hashlib.sha256}
 """A new hash (`update`, `hexdigest`) of each algorithm that is read."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """The checksum of every other file of a checkpoint: `{"algorithm": "xxh3-128", "files": {"common.pt": "..."}}`."""
-
-    algorithm: str
-    files: Mapping[str, str]
-    """Digest in hexadecimal by the file's path in the folder."""
 
 
 def state_text(*, optimizer_steps: int, layout: LayoutConfig, distributed_optimizer: bool | None) -> str:
@@ -89,8 +80,10 @@ def digest_of(file: Path, algorithm: str = ALGORITHM) -> str:
         return hashlib.file_digest(stream, ALGORITHMS[algorithm]).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """That of a checkpoint; one without an algorithm is a plain mapping of SHA-256 by file.
+def read_manifest(folder: Path) -> tuple[str, dict[str, str]]:
+    """(algorithm, checksum in hexadecimal of every other file of a checkpoint, by its path in the folder).
+
+    The file holds `{"algorithm": "xxh3-128", "files": {"common.pt": "..."}}`, an older one plain SHA-256 by file.
 
     Raises:
         CheckpointDamagedError: it is damaged or names an algorithm that is not known; or it is not there, or a file
@@ -113,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise _damaged(f"{folder / missing[0]} is missing: the checkpoint is not whole")
-    return Manifest(algorithm=algorithm, files=files)
+    return algorithm, files
 
 
 def check_whole(
@@ -130,23 +123,22 @@ def check_whole(
     Raises:
         CheckpointDamagedError: names the first file that is missing or damaged.
     """
-    manifest = read_manifest(folder)
-    names = sorted(manifest.files)
+    algorithm, wanted = read_manifest(folder)
+    names = sorted(wanted)
     with ThreadPoolExecutor(READERS) as readers:
-        digests = readers.map(lambda name: digest_of(folder / name, manifest.algorithm), names[share])
+        digests = readers.map(lambda name: digest_of(folder / name, algorithm), names[share])
         own = dict(zip(names[share], digests, strict=True))
     found = {name: digest for part in gather(own) for name, digest in part.items()}
-    damaged = [name for name in names if found[name] != manifest.files[name]]
+    damaged = [name for name in names if found[name] != wanted[name]]
     if damaged:
-        wrong = f"its {manifest.algorithm} is not that of {MANIFEST_FILE}"
+        wrong = f"its {algorithm} is not that of {MANIFEST_FILE}"
         raise _damaged(f"{folder / damaged[0]} is damaged: {wrong}")
 
 
 def put_in_place(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:
     """Write the manifest of `digests` by file and rename `aside` to `folder`. A checkpoint that stands there is deleted
     last."""
-    manifest = Manifest(algorithm=ALGORITHM, files=dict(digests))
-    replace_file(aside / MANIFEST_FILE, json.dumps(asdict(manifest), indent=1))
+    replace_file(aside / MANIFEST_FILE, json.dumps({"algorithm": ALGORITHM, "files": dict(digests)}, indent=1))
     replace_folder(aside, folder, durable=True)
 
 

@@ -14,9 +14,6 @@ from megatron_dapo.config.actor_config import ActorConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
-FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Least CUDA compute capability with TransformerEngine's kernels for an FP8 recipe: Ada, Hopper, Blackwell."""
-
 NO_CUDA = "no CUDA device is used"
 
 
@@ -24,11 +21,8 @@ NO_CUDA = "no CUDA device is used"
 class Found:
     """What this process can see and import."""
 
-    capability: tuple[int, int] | None = None
+    index: int | None = None
     """Of its CUDA device; None: there is none."""
-
-    index: int = 0
-    """Of that device."""
 
     transformer_engine: str | None = None
     """Version, if Megatron can import it."""
@@ -42,7 +36,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChoice:
-    """What the trainer processes run on; `str()` gives the lines for the start of a run."""
+    """What the trainer processes run on."""
 
     device: torch.device
     backend: Literal["gloo", "nccl"]
@@ -62,10 +56,6 @@ class DeviceChoice:
 
     kernels: Mapping[str, str] = field(default_factory=dict)
     """For each part of the work what does it, and in brackets why: {"norm": "RMSNorm in PyTorch (no CUDA ...)"}."""
-
-    def __str__(self) -> str:
-        lines = [f"{part}: {kernel}" for part, kernel in self.kernels.items()]
-        return "\n".join([f"device {self.device}, torch.distributed over {self.backend}", *lines])
 
 
 def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
@@ -95,7 +85,7 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
-        seen = Found(capability=torch.cuda.get_device_capability(index), index=index)
+        seen = Found(index=index)
         _check_transformer_engine()
     with warnings.catch_warnings():
         # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.
@@ -138,10 +128,9 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         ValueError: CUDA, FP8 or context parallelism is asked for and cannot be had; the message names the key and
             what is missing.
     """
-    if config.device == "cuda" and found.capability is None:
+    if config.device == "cuda" and found.index is None:
         raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
-    capability = None if config.device == "cpu" else found.capability
-    cuda = capability is not None
+    cuda = found.index is not None and config.device != "cpu"
     why_not = None  # TransformerEngine's layers are used
     if not cuda:
         why_not = NO_CUDA
@@ -149,8 +138,11 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         why_not = "TransformerEngine is not importable"
     elif dtype == "float32":
         why_not = "TransformerEngine's attention has no packed sequences in float32"
-    if config.fp8 != "none":
-        _check_fp8(config, why_not, capability)
+    if config.fp8 != "none" and why_not is not None:
+        raise ValueError(
+            f"actor.fp8 = {config.fp8}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 "
+            "to none, or install transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
+        )
     if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
         raise ValueError(
             f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
@@ -158,7 +150,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
             "transformer-engine[pytorch], or set actor.layout.context to 1"
         )
     return DeviceChoice(
-        device=torch.device("cpu") if capability is None else torch.device("cuda", found.index),
+        device=torch.device("cuda", found.index) if cuda else torch.device("cpu"),
         backend="nccl" if cuda else "gloo",
         transformer_engine=why_not is None,
         fused_adam=cuda and found.fused_adam is not None,
@@ -170,47 +162,26 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
 
 def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
     ranks = config.layout.data * config.layout.context
+    engine, fused, accumulates = why_not is None, cuda and found.fused_adam, cuda and found.gradient_accumulation
     because = why_not or f"TransformerEngine {found.transformer_engine} is importable"
-    attention, norm = "PyTorch's scaled_dot_product_attention on packed sequences", "RMSNorm in PyTorch"
-    if why_not is None:
-        attention = "TransformerEngine's dot-product attention"
-        norm = "TransformerEngine's RMSNorm, fused with the linear after it"
-    products = f"{dtype} (actor.fp8 is none)"
-    if config.fp8 != "none":
-        products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling (actor.fp8 asks for it)"
-    sums = f"an addition after the matrix product ({NO_CUDA})"
-    adam = "AdamW of this package in FusedAdam's state layout (the fused ones need CUDA)"
-    reduction = "after backward (over gloo it would take backward's cores)"
-    if cuda:
-        sums = "an addition after the matrix product (Apex's fused_weight_gradient_mlp_cuda is not importable)"
-        if found.gradient_accumulation:
-            sums = "fused into the matrix product (Apex's fused_weight_gradient_mlp_cuda is importable)"
-        adam = "AdamW of this package in FusedAdam's state layout (neither TransformerEngine nor Apex is importable)"
-        if found.fused_adam is not None:
-            adam = f"FusedAdam of {found.fused_adam} ({found.fused_adam} is importable)"
-        reduction = f"during backward ({ranks} data- and context-parallel ranks over NCCL)"
+    local = "PyTorch's scaled_dot_product_attention on packed sequences"
+    attention = "TransformerEngine's dot-product attention" if engine else local
+    norm = "TransformerEngine's RMSNorm, fused with the linear after it" if engine else "RMSNorm in PyTorch"
+    products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling" if config.fp8 != "none" else dtype
+    sums = "fused into the matrix product" if accumulates else "an addition after the matrix product"
+    apex = f"Apex's fused_weight_gradient_mlp_cuda is {'' if accumulates else 'not '}importable"
+    adam = f"FusedAdam of {fused}" if fused else "AdamW of this package in FusedAdam's state layout"
+    others = "neither TransformerEngine nor Apex is importable" if cuda else "the fused ones need CUDA"
+    reduction = f"during backward ({ranks} data- and context-parallel ranks over NCCL)"
     if ranks == 1:
         reduction = "after backward (there is one data-parallel rank)"
+    elif not cuda:
+        reduction = "after backward (over gloo it would take backward's cores)"
     return {
         "attention": f"{attention} ({because})",
         "norm": f"{norm} ({because})",
-        "matrix products": products,
-        "gradient accumulation": sums,
+        "matrix products": f"{products} (actor.fp8 = {config.fp8})",
+        "gradient accumulation": f"{sums} ({apex if cuda else NO_CUDA})",
         "gradient reduction": reduction,
-        "optimizer": adam,
+        "optimizer": f"{adam} ({'it is importable' if fused else others})",
     }
-
-
-def _check_fp8(config: ActorConfig, why_not: str | None, capability: tuple[int, int] | None) -> None:
-    key = f"actor.fp8 = {config.fp8}"
-    if capability is None or why_not is not None:
-        raise ValueError(
-            f"{key}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 to none, or install "
-            "transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
-        )
-    least = FP8_CAPABILITY[config.fp8_recipe]
-    if capability < least:
-        raise ValueError(
-            f"{key} with actor.fp8_recipe = {config.fp8_recipe}: needs compute capability {least[0]}.{least[1]}, this "
-            f"GPU has {capability[0]}.{capability[1]}; use another recipe, or set actor.fp8 to none"
-        )

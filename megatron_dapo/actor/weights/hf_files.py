@@ -232,6 +232,4 @@ def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
     fields = json.loads(config_file.read_text())
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in fields] or ["torch_dtype"]
-    if any(fields.get(key) != name for key in keys):
-        fields.update(dict.fromkeys(keys, name))
-        config_file.write_text(json.dumps(fields, indent=2) + "\n")
+    config_file.write_text(json.dumps(fields | dict.fromkeys(keys, name), indent=2) + "\n")

@@ -155,20 +155,6 @@ def test_one_byte_is_found_in_any_file(gloo, saved, model, data, tmp_path):
                 assert message.startswith(f"{broken / name} is damaged")
 
 
-def test_a_checkpoint_of_a_newer_megatron_is_refused_with_what_to_do(gloo, saved, model, data, tmp_path):
-    if not (saved / "common.pt").exists():
-        pytest.skip("this Megatron-Core does not write the file")
-    newer = copy_of(saved, tmp_path / "newer")
-    (newer / "common.pt").unlink()
-    manifest = json.loads((newer / "manifest.json").read_text())
-    del manifest["files"]["common.pt"]
-    (newer / "manifest.json").write_text(json.dumps(manifest))
-    message = gloo(1, error_of, model, {}, data, {}, newer)[0]
-    assert message.startswith(f"{newer}: Megatron-Core ")
-    assert "has no common.pt" in message
-    assert "Resume with the version that wrote it" in message
-
-
 def test_a_damaged_manifest_is_named(gloo, saved, model, data, tmp_path):
     broken = copy_of(saved, tmp_path / "broken")
     (broken / "manifest.json").write_text((saved / "manifest.json").read_text()[:-5])
