@@ -129,8 +129,8 @@ def pack_micro_batch(
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
     is_target = np.zeros(len(row), dtype=bool)
     is_target[ranges(starts + prompts, lengths - prompts)] = True
+    where = ranges(starts, lengths)
     if len(indices):
-        where = ranges(starts, lengths)
         row[where] = chosen.token_ids
         is_target[where[ranges(chosen.given_starts, chosen.given_lengths)]] = False
     routing = None

@@ -41,6 +41,9 @@ _TOKEN_BYTES = 28
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
 
+_ROUTING_COPIES = 4
+"""Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
+
 CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
 CHECKPOINT_WEIGHTS = "a trainer process that writes the weights, besides"
 
@@ -111,15 +114,20 @@ def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) ->
 
 def _alive(case: Scenario, stage: int) -> float:
     """Micro-batches whose activations of the whole stage are kept at once."""
-    config, constants = case.config, case.constants
-    layout, virtual = config.actor.layout, config.actor.layout.virtual_pipeline
-    mean = min(constants.mean_response, config.rollout.longest_response) + constants.mean_prompt
-    tokens = config.algorithm.mini_batch_responses * mean / (layout.data * layout.context)
-    micro_batches = max(1, round(tokens / config.actor.micro_batch_tokens))  # of an optimizer step on one rank, about
+    layout, virtual = case.config.actor.layout, case.config.actor.layout.virtual_pipeline
+    # Of an optimizer step on one rank, about.
+    micro_batches = max(1, round(_mini_batch_tokens(case) / case.config.actor.micro_batch_tokens))
     if virtual is None:
         return min(layout.pipeline - stage, micro_batches)
     in_flight = 2 * (layout.pipeline - stage - 1) + (virtual - 1) * layout.pipeline + 1
     return min(in_flight, virtual * micro_batches) / virtual
+
+
+def _mini_batch_tokens(case: Scenario) -> float:
+    """Of one rank."""
+    config, constants = case.config, case.constants
+    mean = min(constants.mean_response, config.rollout.longest_response) + constants.mean_prompt
+    return config.algorithm.mini_batch_responses * mean / (config.actor.layout.data * config.actor.layout.context)
 
 
 def _rank_memory(case: Scenario, stage: int) -> RankMemory:
@@ -144,6 +152,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
+    if row := routing_bytes(case.config, hf):
+        forward["routing"] = update["routing"] = _mini_batch_tokens(case) * row
     sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {
@@ -200,6 +210,16 @@ def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:
     return 2.0 * hf.num_layers * max(1.0, hf.num_query_groups / parallel) * hf.head_dim * size
 
 
+def batch_responses(config: Config) -> int:
+    """Responses of a rollout step."""
+    return config.algorithm.prompts_per_step * config.algorithm.group_size
+
+
+def routing_bytes(config: Config, hf: HFModelConfig) -> int:
+    """Of a token's experts in all layers; 0 without `actor.routing_replay`."""
+    return hf.num_layers * hf.experts.top_k if config.actor.routing_replay and hf.experts is not None else 0
+
+
 def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     """Bytes of host memory by what holds them; `mean_tokens`: prompt and response of a trained response."""
     config, size = case.config, case.dtype_bytes
@@ -216,11 +236,16 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     # all of it; these write the weights too.
     written = state.moments / MOMENT_BYTES if config.actor.optimizer.distributed else parameters
     copied = config.run.checkpoint_in_background
-    responses = config.algorithm.prompts_per_step * config.algorithm.group_size
+    responses, row = batch_responses(config), routing_bytes(config, case.hf)
+    # A server pins 4 bytes for each expert of each token in its KV cache.
+    pinned = server_memory(case).kv_tokens * row * 4 if row else 0
+    routing = {"coordinator: routing of a batch": responses * mean_tokens * row * _ROUTING_COPIES} if row else {}
     return {
         "a trainer process": case.constants.process_memory + reference + offloaded,
         CHECKPOINT_STATE: written * _CHECKPOINT_STATE_BYTES if copied else 0,
         CHECKPOINT_WEIGHTS: parameters * size if copied else 0,
-        "a server process": case.constants.process_memory,
+        "a server process": case.constants.process_memory + pinned,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
-    } | host_bytes(case)
+        **routing,
+        **host_bytes(case),
+    }

@@ -28,6 +28,8 @@ class ServerSpec:
     """float32 (the CPU's) or bfloat16. Never "auto": SGLang would turn a float32 checkpoint into float16."""
     fp32_head: bool = False
     """Whether the output layer's product is made in float32, from the weights in `dtype`."""
+    routed_experts: bool = False
+    """Whether it can say which experts each token was sent to."""
     context_length: int
     """Longest prompt and response together, in tokens; at most what the model's config allows."""
     seed: int
@@ -65,6 +67,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     }
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     flags += ["--enable-fp32-lm-head"] if spec.fp32_head else []
+    flags += ["--enable-return-routed-experts"] if spec.routed_experts else []
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")

@@ -44,6 +44,8 @@ class ServerInfo:
     """Whether its output layer's product is made in float32 whatever `dtype` is."""
     streams: bool = False
     """Whether it can stream a response in segments that do not repeat each other."""
+    routed_experts: bool = False
+    """Whether it can say which experts each token was sent to."""
     altered: str = ""
     """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
@@ -94,6 +96,7 @@ class SglangClient:
         *,
         seed: int | None = None,
         segments: list[Reply] | None = None,
+        routed_from: int | None = None,
     ) -> Reply:
         """Draws a response to int32 [P] ids. No `rid` may be a prefix of another one: aborts match by prefix.
 
@@ -103,6 +106,7 @@ class SglangClient:
         Args:
             segments: for a server that `streams`. Filled with the response's parts as they come, so that the caller has
                 them if the server is lost. Emptied if one of them cannot be read.
+            routed_from: token (at most P) from which the answer says each token's experts; None: it does not.
         """
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -117,6 +121,8 @@ class SglangClient:
         if seed is not None:
             params["sampling_seed"] = seed
         body = _generate_body(rid, prompt_ids, params, -1) | {"stream": segments is not None}
+        if routed_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         received = [] if segments is None else segments
         complete = False
         deadline_s = self.request_deadline_s + self.control_deadline_s
@@ -167,6 +173,7 @@ class SglangClient:
                 deterministic=bool(answer.get("enable_deterministic_inference", False)),
                 fp32_head=bool(answer.get("enable_fp32_lm_head", False)),
                 streams=bool(answer.get("incremental_streaming_output", False)),
+                routed_experts=bool(answer.get("enable_return_routed_experts", False)),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 
