@@ -123,9 +123,7 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     processes = min(needed_gpus(config), len(facts.gpus) or sys.maxsize)
     needed = needed_host_memory(config, hf, processes=processes, on_gpu=bool(facts.gpus))
     if routing := routing_of_batch(config, hf):
-        yield passed(
-            f"routing replay: {routing_bytes(config, hf)} bytes a token, at most {routing / 1e9:.1f} GB a batch"
-        )
+        yield passed(f"routing: {routing_bytes(config, hf)} bytes a token, at most {routing / 1e9:.1f} GB a batch")
     shown = f"{available / 1e9:.1f} GB available, about {needed / 1e9:.1f} GB planned for {processes} processes"
     if needed > available:
         yield warning(shown, "run fewer processes on this machine, or free some memory")

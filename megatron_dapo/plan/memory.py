@@ -114,20 +114,15 @@ def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) ->
 
 def _alive(case: Scenario, stage: int) -> float:
     """Micro-batches whose activations of the whole stage are kept at once."""
-    layout, virtual = case.config.actor.layout, case.config.actor.layout.virtual_pipeline
-    # Of an optimizer step on one rank, about.
-    micro_batches = max(1, round(_mini_batch_tokens(case) / case.config.actor.micro_batch_tokens))
+    config, constants = case.config, case.constants
+    layout, virtual = config.actor.layout, config.actor.layout.virtual_pipeline
+    mean = min(constants.mean_response, config.rollout.longest_response) + constants.mean_prompt
+    tokens = config.algorithm.mini_batch_responses * mean / (layout.data * layout.context)
+    micro_batches = max(1, round(tokens / config.actor.micro_batch_tokens))  # of an optimizer step on one rank, about
     if virtual is None:
         return min(layout.pipeline - stage, micro_batches)
     in_flight = 2 * (layout.pipeline - stage - 1) + (virtual - 1) * layout.pipeline + 1
     return min(in_flight, virtual * micro_batches) / virtual
-
-
-def _mini_batch_tokens(case: Scenario) -> float:
-    """Of one rank."""
-    config, constants = case.config, case.constants
-    mean = min(constants.mean_response, config.rollout.longest_response) + constants.mean_prompt
-    return config.algorithm.mini_batch_responses * mean / (config.actor.layout.data * config.actor.layout.context)
 
 
 def _rank_memory(case: Scenario, stage: int) -> RankMemory:
@@ -152,8 +147,6 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
-    if row := routing_bytes(case.config, hf):
-        forward["routing"] = update["routing"] = _mini_batch_tokens(case) * row
     sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {

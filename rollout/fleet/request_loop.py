@@ -305,14 +305,8 @@ class RequestLoop:
         seed = request.seed if member.info.deterministic else None
         # Deterministic responses are not streamed: one that continues from a prefix is computed in another order.
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
-        asking = member.client.generate(
-            rid,
-            prompt,
-            sampling,
-            seed=seed,
-            segments=segments if streams else None,
-            routed_from=None if request.routing is None else response.routed,
-        )
+        kept, routed = segments if streams else None, None if request.routing is None else response.routed
+        asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=kept, routed_from=routed)
         call = asyncio.ensure_future(member.call(asking))
         self._awaited[rid] = (request.request_id, member.url, time.monotonic(), segments)
         try:
@@ -356,10 +350,8 @@ class RequestLoop:
             check_reply(reply, asked=asked, vocab_size=self.vocab_size)
             request, tokens = response.request, response.prompt_ids.size + reply.token_ids.size
             if request.routing is not None:
-                of, first = request.request_id, response.routed
-                reply = replace(
-                    reply, routing=routing_of(reply, request.routing, request_id=of, first=first, tokens=tokens)
-                )
+                rows = routing_of(reply, request.routing, request.request_id, response.routed, tokens)
+                reply = replace(reply, routing=rows)
         except ValueError as error:
             raise ServerUnavailable(f"{member.url}/generate: cannot use the answer: {error}") from None
         short = reply.finish_reason is FinishReason.LENGTH and reply.token_ids.size < asked

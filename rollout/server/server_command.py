@@ -90,10 +90,11 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         }
         # On one core there is nothing to overlap: without it a token takes 15-20 % less work.
         flags.append("--disable-overlap-schedule")
-        if config.deterministic:
-            arguments["--chunked-prefill-size"] = "-1"  # a prompt cut in two would be computed in another order
         # SGLang's own choice takes a share of the machine's memory. This much never evicts a running response.
         kv_cache_tokens = kv_cache_tokens or config.max_running_requests * spec.context_length
+        if config.deterministic:  # a prompt cut in two would be computed in another order
+            # With -1, which is no limit, SGLang makes room for the experts of its running responses' last tokens alone.
+            arguments["--chunked-prefill-size"] = str(kv_cache_tokens if spec.routed_experts else -1)
     if kv_cache_tokens is not None:
         arguments["--max-total-tokens"] = str(kv_cache_tokens)
     return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)

@@ -316,7 +316,7 @@ def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:
         raise ValueError("log-probs that are not finite, or above 0")
 
 
-def routing_of(reply: Reply, shape: RoutingShape, *, request_id: str, first: int, tokens: int) -> np.ndarray | None:
+def routing_of(reply: Reply, shape: RoutingShape, request_id: str, first: int, tokens: int) -> np.ndarray | None:
     """uint8 [tokens - 1 - first, layers, top_k] of a reply; None: it has none and may yet, as it did not end by itself.
 
     Args:

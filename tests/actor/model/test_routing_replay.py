@@ -175,9 +175,11 @@ def test_rows_follow_their_tokens(models):
         length = responses.sequence_lengths[response]
         for place in range(length):
             np.testing.assert_array_equal(rows.pop((sequence, place)), responses.routing[starts[response] + place])
-    assert rows and all((row == np.arange(TOP_K)).all() for row in rows.values())
+    assert rows
+    assert all((row == np.arange(TOP_K)).all() for row in rows.values())
     empty = pack_micro_batch(responses, np.zeros(0, np.int64), layout)
-    assert (empty.routing == np.arange(TOP_K)).all() and len(empty.routing) == 2
+    assert (empty.routing == np.arange(TOP_K)).all()
+    assert len(empty.routing) == 2
 
 
 def test_a_wrong_number_of_rows_is_refused():
@@ -185,7 +187,8 @@ def test_a_wrong_number_of_rows_is_refused():
     rows = np.zeros((5, LAYERS, TOP_K), np.uint8)
     made = Responses.of(pairs, routing=[rows[:2], rows[:1]])
     assert made.routing.shape == (5, LAYERS, TOP_K)
-    assert (made.routing[[2, 4]] == np.arange(TOP_K)).all() and not made.routing[[0, 1, 3]].any()
+    assert (made.routing[[2, 4]] == np.arange(TOP_K)).all()
+    assert not made.routing[[0, 1, 3]].any()
     with pytest.raises(ValueError, match="response 1 has 2 rows of routing for 2 tokens"):
         Responses.of(pairs, routing=[rows[:2], rows[:2]])
     with pytest.raises(ValueError, match="routing is int64"):
