@@ -49,8 +49,8 @@ async def local_fleet(
     gpus = visible_gpus(torch.cuda.device_count()) if local_device(config) == "cuda" else ()
     engines = own_engines(config, folder / "logs", gpus=gpus)
     key = api_key(config, folder)
-    head = config.model.upcasts_head
-    fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key, fp32_head=head)
+    wanted: dict[str, Any] = {"fp32_head": config.model.upcasts_head, "routed_experts": config.actor.routing_replay}
+    fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key, **wanted)
     deadline = config.run.start_deadline_s
     try:
         await waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), stoppable=True)

@@ -12,7 +12,7 @@ import psutil
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.probing import Facts, Finding, failed, needed_gpus, passed, run, warning
-from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
+from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, batch_responses, host_memory, routing_bytes
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration
 from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
@@ -69,7 +69,14 @@ def bytes_on_disk(config: Config, hf: HFModelConfig) -> float:
     parameters, size = model_parameters(hf), DTYPE_BYTES[config.model.dtype]
     versions = 3 if config.run.export_at_end else 2
     checkpoints = config.run.keep_checkpoints + 1
-    return parameters * (versions * size + checkpoints * (size + _OPTIMIZER_BYTES))
+    # Groups that a checkpoint carries, at most about a batch.
+    carried = routing_of_batch(config, hf) if config.algorithm.dynamic_sampling.max_staleness else 0
+    return parameters * (versions * size + checkpoints * (size + _OPTIMIZER_BYTES)) + checkpoints * carried
+
+
+def routing_of_batch(config: Config, hf: HFModelConfig) -> float:
+    """Bytes of the experts of a batch's tokens, at most; 0 without `actor.routing_replay`."""
+    return batch_responses(config) * config.model.context_length * routing_bytes(config, hf)
 
 
 def check_disk(facts: Facts) -> Iterator[Finding]:
@@ -108,8 +115,11 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
         yield passed("not looked at: the plan knows machines with GPUs only")
         return
     config, available = facts.given, psutil.virtual_memory().available
+    hf = HFModelConfig.load(Path(config.model.path))
     processes = min(needed_gpus(config), len(facts.gpus))
-    needed = needed_host_memory(config, HFModelConfig.load(Path(config.model.path)), processes)
+    needed = needed_host_memory(config, hf, processes)
+    if routing := routing_of_batch(config, hf):
+        yield passed(f"routing: {routing_bytes(config, hf)} bytes a token, at most {routing / 1e9:.1f} GB a batch")
     shown = f"{available / 1e9:.1f} GB available, about {needed / 1e9:.1f} GB planned for {processes} processes"
     if needed > available:
         yield warning(shown, "run fewer processes on this machine, or free some memory")

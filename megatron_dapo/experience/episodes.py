@@ -115,6 +115,8 @@ class Play:
     def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""
         turn, whole = len(self.earlier), self.whole
+        if begun is None and self.before is not None and self.before.routing is not None:
+            begun = replace(nothing_drawn(""), routing=self.before.routing)  # rows of what is the turn's prompt
         self.request = replace(
             whole,
             request_id=f"{whole.request_id.removesuffix('.')}-t{turn}.",

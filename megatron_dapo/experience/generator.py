@@ -23,7 +23,7 @@ from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams, nothing_drawn
+from rollout.generation import FinishReason, Generation, GenerationRequest, RoutingShape, SamplingParams, nothing_drawn
 
 T = TypeVar("T")
 Generate = Callable[[str, GenerationRequest], Awaitable[Generation]]
@@ -151,9 +151,17 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptSet, sampling: SamplingAt, algorithm: AlgorithmConfig, seed: int
+        self,
+        responder: Responder,
+        prompts: PromptSet,
+        sampling: SamplingAt,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        routing: RoutingShape | None = None,
     ) -> None:
+        """`routing`: of the model, where responses are to come with the experts of their tokens."""
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
+        self._routing = routing
         self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
         self._writing: dict[int, Sequence[Play]] = {}
@@ -229,6 +237,7 @@ class GroupGenerator:
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
             holdable=True,
+            routing=self._routing,
         )
 
     async def _judge(

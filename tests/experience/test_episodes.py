@@ -41,7 +41,7 @@ def speak(before, sample):
     return f"{GUESSES[(sample + said - 1) % 3]}<|im_end|>"
 
 
-def generator_of(text, prompts, fleet, pool, *overrides, limit=60, **algorithm):
+def generator_of(text, prompts, fleet, pool, *overrides, limit=60, routing=None, **algorithm):
     prompts = prompts if isinstance(prompts, list) else [prompts]
     spans = (Span(name="f", start=0, count=len(prompts), weight=1.0),)
     rules = turn_rules(config(*overrides), text, prompts)
@@ -51,6 +51,7 @@ def generator_of(text, prompts, fleet, pool, *overrides, limit=60, **algorithm):
         lambda version: SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids),
         AlgorithmConfig(**{"group_size": 4, "overlong": OverlongConfig(shape="none")} | algorithm),
         seed=0,
+        routing=routing,
     )
 
 
