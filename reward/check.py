@@ -72,7 +72,7 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
     """
     for _, part in weighted(name):
         entry = find(part)
-        if entry.fast or (part in VERIFIERS and not entry.remote):
+        if entry.fast or (part in VERIFIERS and part != "none" and not entry.remote):
             load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 

@@ -70,7 +70,7 @@ class RewardConfig:
     verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. Others (docs/rewards.md): `exact`, `robust:####
     {answer}`, `choice`, `json`, `code`, `remote`, `module:function`, or a weighted sum, as `robust + 0.2 *
-    module:function`."""
+    module:function`; `none`: an environment ends every episode."""
 
     by_source: dict[str, VerifierName] = field(default_factory=dict)
     """Verifier of each source whose rows name none, as {gsm8k: robust, contests: code}; other sources have
@@ -81,7 +81,10 @@ class RewardConfig:
 
     algebra_workers: Annotated[int, Field(gt=0)] = 1
     """Further processes, started when needed, at a lower priority, for slow verdicts, judged one by one: symbolic
-    equality, `json`, `code`, verifiers of your own, environments."""
+    equality, `json`, `code`, verifiers of your own."""
+
+    environment_workers: Annotated[int, Field(gt=0)] = 2
+    """Processes for the turns of environments, one turn each at a time; started when needed, at a lower priority."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the process is

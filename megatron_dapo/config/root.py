@@ -34,8 +34,12 @@ OF_TURNS: dict[str, Any] = {
     **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
     "data.observation_template": None,
     "algorithm.turn_rewards": False,
+    "reward.environment_workers": RewardConfig().environment_workers,
 }
 """Keys that only prompts with an environment read, and their defaults."""
+
+BETWEEN_TURNS = ("rollout.max_observation_tokens", "data.observation_template")
+"""Those of them that only a second turn reads."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -148,11 +152,17 @@ def _of_data(config: Config) -> Iterator[str]:
             )
     if config.evaluation.environment is not None and config.evaluation.path is None:
         yield f"evaluation.environment = {config.evaluation.environment}: no problems are held out; set evaluation.path"
-    if not config.has_environments:
-        for key, default in OF_TURNS.items():
-            if (value := attrgetter(key)(config)) != default:
-                yield f"{key} = {value}: no prompt has several turns; set data.environment too, or leave it out"
-    elif (budget := rollout.thinking_budget) is not None:
+    trained = any(each.environment is not None for each in (config.data, *config.data.mixture))
+    unread = {} if config.has_environments else dict.fromkeys(OF_TURNS, "no prompt has several turns")
+    if not trained:
+        unread.setdefault("algorithm.turn_rewards", "no prompt that is trained on has several turns")
+    for key, why in unread.items():
+        if (value := attrgetter(key)(config)) != OF_TURNS[key]:
+            yield f"{key} = {value}: {why}; set data.environment too, or leave it out"
+    for key in BETWEEN_TURNS if config.has_environments and rollout.max_turns == 1 else ():
+        if (value := attrgetter(key)(config)) != OF_TURNS[key]:
+            yield f"{key} = {value}: with rollout.max_turns = 1 nothing follows a turn; raise that, or leave it out"
+    if config.has_environments and (budget := rollout.thinking_budget) is not None:
         yield f"rollout.thinking_budget = {budget}: is for one answer, not for turns (data.environment); set it to null"
     if config.evaluation.every and config.evaluation.path is None:
         yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"

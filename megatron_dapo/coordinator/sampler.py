@@ -149,7 +149,7 @@ class DynamicSampler:
         room = MOST_UNFINISHED
         for sent in flight:
             group = self._unfinished(sent.position, sent.version)
-            room -= group.tokens if group is not None else 0
+            room -= sum(each.generation.token_ids.size for each in group.responses) if group is not None else 0
             if group is not None and room >= 0:
                 yield group
 

@@ -1,8 +1,9 @@
 """RewardPool: verdicts from processes that may be killed, behind one asyncio call.
 
-Two queues with workers of their own, served by one event loop in a thread. Verifiers registered as fast (linear time)
-are served in batches. Algebra and all other verifiers are served one at a time under the wall-clock limit: whatever a
-response makes sympy do, fast verdicts keep flowing. A worker past the limit is killed and replaced.
+Three queues with workers of their own, served by one event loop in a thread. Verifiers registered as fast (linear
+time) are served in batches. Algebra and all other verifiers are served one at a time under the wall-clock limit, and so
+are the turns of environments: whatever a response makes sympy or a tool do, all else keeps flowing. A worker past the
+limit is killed and replaced.
 
     pool = RewardPool(RewardConfig(workers=4))
     verdicts = await pool.verify([VerificationRequest(response="Answer: 42", ground_truth="42")])
@@ -73,6 +74,7 @@ class RewardPool:
         self._last_progress = 0.0
         self._fast: asyncio.Queue[_Work] = asyncio.Queue()
         self._slow: asyncio.Queue[_Work] = asyncio.Queue()
+        self._steps: asyncio.Queue[_Work] = asyncio.Queue()
         self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
         self._comparisons: dict[tuple[str, str], _Comparison] = {}
@@ -186,6 +188,7 @@ class RewardPool:
     async def _serve_until_closed(self) -> None:
         """Runs the workers. An error of one ends the pool, so that no caller waits for a worker that is gone."""
         queues = [self._fast] * self._config.workers + [self._slow] * self._config.algebra_workers
+        queues += [self._steps] * self._config.environment_workers
         tasks = [asyncio.create_task(each) for each in (self._closing.wait(), *map(self._serve, queues))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +292,7 @@ class RewardPool:
         """
         try:
             work = _Work([job])
-            self._slow.put_nowait(work)
+            (self._steps if isinstance(job, Step) else self._slow).put_nowait(work)
             (result,) = await asyncio.wrap_future(work.results)
             return result
         except WorkerLost as lost:

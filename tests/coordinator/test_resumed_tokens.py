@@ -147,7 +147,7 @@ def test_what_is_too_old_by_then_and_what_had_no_room_is_sent_again(tmp_path, mo
     async def first():
         async with life(tmp_path, start, 0, mode="async") as (sampler, ledger, _):
             _, state = await step_of(sampler, ledger, 1, tmp_path, "async")
-            whole = sum(group.tokens for group in state.unfinished)
+            whole = sum(each.generation.token_ids.size for group in state.unfinished for each in group.responses)
             monkeypatch.setattr(sampler_module, "MOST_UNFINISHED", whole - 1)
             less = sampler.snapshot(1)  # a little later: there may be more by now
         return state, less
