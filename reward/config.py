@@ -45,22 +45,28 @@ VerifierName = Annotated[str, AfterValidator(_known_verifier)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RemoteConfig:
+class ServiceConfig:
     url: Annotated[str, AfterValidator(check_url)] | None = None
-    """Service that judges the samples of verifier `remote`: POST, JSON in and out (`reward/pool/remote.py`)."""
+    """Service of verifier `remote`, or of environment `remote`: POST, JSON in and out (`reward/pool/remote.py`)."""
 
-    batch: Annotated[int, Field(gt=0)] = 64
-    """Responses of one request, at most."""
+    key_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with a key that is sent as `Authorization: Bearer`. None: it needs none."""
 
     connections: Annotated[int, Field(gt=0)] = 8
-    """Requests of one call at the same time."""
+    """Requests at the same time (verifier: of one call)."""
 
     attempt_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that the service may take to answer one request."""
 
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds until a batch without an answer stops the run; it is sent again meanwhile. Must be below
+    """Seconds until a request without an answer stops the run; it is sent again meanwhile. Must be below
     `run.step_deadline_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RemoteConfig(ServiceConfig):
+    batch: Annotated[int, Field(gt=0)] = 64
+    """Responses of one request, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -94,3 +100,4 @@ class RewardConfig:
     """Address space a worker may take beyond what it holds at its start."""
 
     remote: RemoteConfig = RemoteConfig()
+    remote_environment: ServiceConfig = ServiceConfig()

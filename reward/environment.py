@@ -124,8 +124,9 @@ class Stepped:
     """Whether the fault is not the response's: the run must stop."""
 
 
-ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run"}
-"""Registered environments: name -> `module:function`."""
+REMOTE = "remote"
+ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run", REMOTE: ""}
+"""Registered environments: name -> `module:function`; `remote` is a service (`reward/pool/remote.py`)."""
 
 
 def check_environment(name: str) -> str:
@@ -185,6 +186,11 @@ def checked(outcome: object) -> Outcome:
         f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, reward within a million, role "
         "user or tool), no End (accuracy True or False, reward within a million) and not None"
     )
+
+
+def outcome_of(fields: Any) -> Outcome:
+    """An outcome from the fields that JSON held. Raises TypeError, NotAnOutcome, ValueError: it is none."""
+    return checked(None if fields is None else Observation(**fields) if "text" in fields else End(**fields))
 
 
 def shortened(text: str, characters: int) -> str:

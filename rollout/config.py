@@ -8,8 +8,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 CONTEXT_RESERVE = 8
-"""SGLang leaves a few tokens of its context empty (2 in 0.5.17), and refuses a request that fills all but 6. A longest
-response may be cut by up to this many."""
+"""SGLang leaves a few tokens of its context empty (7 in 0.5.17): a longest response may be cut by up to this many."""
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -22,9 +22,6 @@ from megatron_dapo.data.hub import model_hint
 PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 """Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
 
-SEAM = "\n"
-"""A text whose tokens stay as they are, whatever follows."""
-
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _PLAIN_SETTINGS = ("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template")
 """Keys of tokenizer_config.json that change nothing of what tokenizer.json says of text and ids."""
@@ -64,7 +61,7 @@ class TextTools:
 
     def ids_behind(self, said: str) -> list[int]:
         """Ids of a text that goes on behind tokens: without the space that SentencePiece puts before a first word."""
-        behind = self._ids(SEAM + said) if self._seam else []
+        behind = self._ids("\n" + said) if self._seam else []
         return behind[len(self._seam) :] if behind and behind[: len(self._seam)] == self._seam else self._ids(said)
 
     def _ids(self, said: str) -> list[int]:
@@ -72,9 +69,9 @@ class TextTools:
 
     @cached_property
     def _seam(self) -> list[int]:
-        """Ids of `SEAM` where a first word gets a space, else none."""
-        seam = self._ids(SEAM)
-        return seam if self._ids(SEAM + "a") != seam + self._ids("a") else []
+        """Ids of a line break, which stay as they are, where a first word gets a space; else none."""
+        seam = self._ids("\n")
+        return seam if self._ids("\na") != seam + self._ids("a") else []
 
 
 def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = None) -> TextTools:

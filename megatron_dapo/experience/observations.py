@@ -15,8 +15,7 @@ from reward.environment import Observation, shortened
 
 ROLES = ("user", "tool")
 FLOOD, KEPT = 8, 4
-"""Characters an allowed token from which an observation is too long for sure, and those of it that are then tried: the
-tokenizer takes a millisecond for a few thousand."""
+"""Characters a token above which an observation is too long, and those of it that the tokenizer is then given."""
 SMALLEST_ROOM = 16
 """Tokens that must be left for an observation."""
 ELLIPSIS = "..."

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from reward.config import RewardConfig
-from reward.environment import Episode, Step, Stepped
+from reward.environment import REMOTE, Episode, Step, Stepped
 from reward.pool import remote
 from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
@@ -75,6 +75,7 @@ class RewardPool:
         self._fast: asyncio.Queue[_Work] = asyncio.Queue()
         self._slow: asyncio.Queue[_Work] = asyncio.Queue()
         self._steps: asyncio.Queue[_Work] = asyncio.Queue()
+        self._service = remote.RemoteEnvironment(config.remote_environment)
         self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
         self._comparisons: dict[tuple[str, str], _Comparison] = {}
@@ -117,9 +118,11 @@ class RewardPool:
         """
         if self._failure is not None:
             raise self._failure
-        asked = asyncio.run_coroutine_threadsafe(self._alone(Step(environment, episode)), self._loop)
+        asking = self._service.step(episode) if environment == REMOTE else self._alone(Step(environment, episode))
+        asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
         try:
             stepped = await self._wait(asked)
+            self._last_progress = time.monotonic()
         finally:
             asked.cancel()
         assert isinstance(stepped, Stepped)
@@ -154,7 +157,8 @@ class RewardPool:
 
     async def _wait(self, result: Future[T]) -> T:
         """Waits for a result; gives up if no worker has delivered for longer than any job may take."""
-        stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S
+        services_s = self._config.remote_environment.deadline_s if self._config.remote_environment.url else 0
+        stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S + services_s
         began = time.monotonic()
         waiting = asyncio.wrap_future(result)
         try:
@@ -202,6 +206,7 @@ class RewardPool:
                 task.cancel()  # before it sees its process gone, and gives verdicts that say so
             for process in self._processes.copy():
                 await self._end(process)
+            await self._service.close()
             for results in self._unfinished.copy():
                 with suppress(InvalidStateError):
                     results.set_exception(self._failure or PoolError("reward pool: it has ended"))

@@ -45,7 +45,15 @@ UNRELATED = """
     evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.device actor.micro_batch_tokens
     actor.recompute actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob actor.threads
 """
-SECTIONS = ("data.", "evaluation.", "reward.remote.", "actor.layout.", "actor.offload.", "monitor.")
+SECTIONS = (
+    "data.",
+    "evaluation.",
+    "reward.remote.",
+    "reward.remote_environment.",
+    "actor.layout.",
+    "actor.offload.",
+    "monitor.",
+)
 
 
 def test_every_key_is_compared_or_known_not_to_be(write):

@@ -159,7 +159,7 @@ def test_what_is_no_outcome_stops_the_run_and_is_refused_by_the_trial(own, name)
     assert found.unjudged
     truths = {own(name): [("train.jsonl:1", "?", "7")]}
     with pytest.raises(VerifierError, match=r"data.environment = .*exit code"):
-        check_environments({own(name): "data.environment"}, truths)
+        check_environments({own(name): "data.environment"}, RewardConfig(), truths)
 
 
 def test_what_no_response_is_to_blame_for_stops_the_run(own):
@@ -217,13 +217,13 @@ def test_a_worker_that_was_killed_by_others_is_replaced_and_the_step_asked_again
 
 def test_an_environment_that_can_be_run_passes_the_trial_and_one_that_cannot_is_named(own):
     truths = {own("guess"): [("train.jsonl:1", "?", "7"), ("train.jsonl:2", "?", "seven")]}
-    check_environments({own("guess"): "data.environment"}, truths)
+    check_environments({own("guess"): "data.environment"}, RewardConfig(), truths)
     with pytest.raises(VerifierError, match=r"data.mixture.1.environment = own_environments:nothing"):
-        check_environments({own("nothing"): "data.mixture.1.environment"})
+        check_environments({own("nothing"): "data.mixture.1.environment"}, RewardConfig())
     with pytest.raises(VerifierError, match=r"evaluation.environment = own: .*environment 'own' is not known"):
-        check_environments({"own": "evaluation.environment"})
+        check_environments({"own": "evaluation.environment"}, RewardConfig())
     with pytest.raises(VerifierError, match=r"train.jsonl:1: the service is away"):
-        check_environments({own("refuses"): "x"}, {own("refuses"): [("train.jsonl:1", "?", "7")]})
+        check_environments({own("refuses"): "x"}, RewardConfig(), {own("refuses"): [("train.jsonl:1", "?", "7")]})
 
 
 def test_a_conversation_reads_as_a_chat():
@@ -291,7 +291,7 @@ def test_python_runs_the_last_block_where_verifier_code_would():
     assert silent.outcome == Observation("(no output, exit code 0)", role="tool")
     assert (prose.outcome, prose.error) == (None, None), "the verifier judges it"
     assert broken.outcome == Observation("error: this is no Python program", role="tool")
-    check_environments({"python": "data.environment"}, {"python": [("f:1", "?", "7")]})
+    check_environments({"python": "data.environment"}, RewardConfig(), {"python": [("f:1", "?", "7")]})
 
 
 def test_the_example_of_the_page_runs_as_it_stands_there(tmp_path, monkeypatch):
