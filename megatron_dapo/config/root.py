@@ -16,7 +16,8 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
 from megatron_dapo.config.base import STRICT
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
-from reward.config import RewardConfig
+from reward.config import RewardConfig, ServiceConfig
+from reward.environment import REMOTE
 from rollout.config import RolloutConfig
 
 _OPTIONS = yaml.safe_load(Path(__file__).with_name("sglang_options.yaml").read_text(encoding="utf-8"))
@@ -31,6 +32,7 @@ OF_TURNS: dict[str, Any] = {
     **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
     "data.observation_template": None,
     "algorithm.turn_rewards": False,
+    "reward.environment_workers": RewardConfig().environment_workers,
 }
 """Keys that only prompts with an environment read, and their defaults."""
 
@@ -137,17 +139,25 @@ def _of_data(config: Config) -> Iterator[str]:
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
     if config.evaluation.environment is not None and config.evaluation.path is None:
         yield f"evaluation.environment = {config.evaluation.environment}: no problems are held out; set evaluation.path"
-    if not config.has_environments:
-        for key, default in OF_TURNS.items():
-            if (value := attrgetter(key)(config)) != default:
-                yield f"{key} = {value}: no prompt has several turns; set data.environment too, or leave it out"
-    elif (budget := rollout.thinking_budget) is not None:
+    trained = any(each.environment is not None for each in (config.data, *config.data.mixture))
+    for key, default in OF_TURNS.items():
+        read = trained if key == "algorithm.turn_rewards" else config.has_environments
+        read &= rollout.max_turns > 1 or key not in ("rollout.max_observation_tokens", "data.observation_template")
+        if not read and (value := attrgetter(key)(config)) != default:
+            why = "no prompt has several turns where this is read"
+            yield f"{key} = {value}: {why}; set data.environment and rollout.max_turns, or leave it out"
+    if config.has_environments and (budget := rollout.thinking_budget) is not None:
         yield f"rollout.thinking_budget = {budget}: is for one answer, not for turns (data.environment); set it to null"
     if config.evaluation.every and config.evaluation.path is None:
         yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"
-    remote, step_deadline = config.reward.remote, config.run.step_deadline_s
-    if remote.url is not None and remote.deadline_s >= step_deadline:
-        yield f"reward.remote.deadline_s = {remote.deadline_s:g}: must be below run.step_deadline_s = {step_deadline:g}"
+    reward, longest_s = config.reward, config.run.step_deadline_s
+    for section, service in (("remote", reward.remote), ("remote_environment", reward.remote_environment)):
+        if service.url is not None and service.deadline_s >= longest_s:
+            at = f"reward.{section}.deadline_s = {service.deadline_s:g}"
+            yield f"{at}: must be below run.step_deadline_s = {longest_s:g}"
+    named = {each.environment for each in (config.data, *config.data.mixture, config.evaluation)}
+    if REMOTE not in named and reward.remote_environment != ServiceConfig():
+        yield "reward.remote_environment: no prompt has environment remote; set data.environment too, or leave it out"
 
 
 def _of_actor(config: Config) -> Iterator[str]:

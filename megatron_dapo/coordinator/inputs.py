@@ -132,4 +132,4 @@ def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[P
             if len(tried) < MOST_TRIED:
                 tried.append((prompt.place, prompt.text, prompt.answer))
     check_verifiers(places, config.reward, truths)
-    check_environments(dict.fromkeys(episodes, "environment"), episodes)
+    check_environments(dict.fromkeys(episodes, "environment"), config.reward, episodes)

@@ -17,7 +17,7 @@ from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
 from reward.named import load_named
-from reward.registry import find_named_by_data, stated_form
+from reward.registry import find_named_by_data, stated_form, weighted
 from reward.verdict import VerifierError
 
 PROBED = 1000
@@ -130,12 +130,15 @@ class VerifierChoice:
             verifier = find_named_by_data(name, self._named)
         except VerifierError as error:
             raise ConfigError(f"{place} ({file.columns.verifier_key}): {error}") from None
+        hint = "; if the environment ends every episode itself, the verifier may be none" if file.environment else ""
+        if not file.environment and any(part == "none" for _, part in weighted(name)):
+            raise ConfigError(f"{place}: verifier none is for prompts with an environment that judges; set that too")
         if row.structured and verifier.fast:
-            raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text")
+            raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text{hint}")
         try:
             check_ground_truth(name, row.answer)
         except VerifierError as error:
-            raise DataError(f"{place}: {error}") from None
+            raise DataError(f"{place}: {error}{hint}") from None
         return name
 
     def unread_sources(self) -> str | None:

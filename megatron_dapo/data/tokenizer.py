@@ -59,6 +59,20 @@ class TextTools:
         """Turns responses into text."""
         return decoder_of(self.tokenizer)
 
+    def ids_behind(self, said: str) -> list[int]:
+        """Ids of a text that goes on behind tokens: without the space that SentencePiece puts before a first word."""
+        behind = self._ids("\n" + said) if self._seam else []
+        return behind[len(self._seam) :] if behind and behind[: len(self._seam)] == self._seam else self._ids(said)
+
+    def _ids(self, said: str) -> list[int]:
+        return list(self.tokenizer.encode(said, add_special_tokens=False))
+
+    @cached_property
+    def _seam(self) -> list[int]:
+        """Ids of a line break, which stay as they are, where a first word gets a space; else none."""
+        seam = self._ids("\n")
+        return seam if self._ids("\na") != seam + self._ids("a") else []
+
 
 def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = None) -> TextTools:
     """Tokenizer, stop ids and vocabulary size of a model folder.

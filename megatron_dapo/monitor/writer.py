@@ -132,8 +132,10 @@ class MetricsWriter:
 def sample_text(sample: Row) -> str:
     """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown. Of a long one
     the beginning and the end."""
-    shown = ("reward_shaped", "extracted", "answer", "prompt_text", "response")
-    text = "\n".join(f"{key}: {sample[key]}" for key in shown)
+    shown = [(key, sample[key]) for key in ("reward_shaped", "extracted", "answer", "prompt_text")]
+    for turn in sample.get("earlier", ()):
+        shown += [("response", turn["response"]), (turn["role"], turn["observation"])]
+    text = "\n".join(f"{key}: {said}" for key, said in (*shown, ("response", sample["response"])))
     text = text if len(text) <= LONG_TEXT else f"{text[: LONG_TEXT // 2]}\n[...]\n{text[-LONG_TEXT // 2 :]}"
     return f"**{'right' if sample['accuracy'] else 'wrong'}**\n\n{indent(text, '    ')}"
 

@@ -79,7 +79,7 @@ def _digest(content: bytes) -> str:
 
 
 GROUP = ("position", "prompt_index", "weight_version")
-RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy")
+RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy", "by_environment")
 """Fields of a group and of a response that stand in the JSON file as they are."""
 
 ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
@@ -142,7 +142,7 @@ def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray], routing: np.n
     of = entry["request_id"]
     generation = Generation(request_id=of, finish_reason=reason, given=given, routing=routing, **generated)
     verdict = Verdict(**entry["verdict"])
-    earlier: dict[str, Any] = {"other_accuracy": None}  # what an earlier version wrote has none
+    earlier: dict[str, Any] = {"other_accuracy": None, "by_environment": False}  # of an earlier version
     kept = {key: (earlier | entry)[key] for key in RESPONSE}
     kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry.get("earlier", ()))
     kept["state"] = entry.get("state")

@@ -21,16 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout.config import RolloutConfig
+from rollout.config import CONTEXT_RESERVE, RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerUnavailable
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.weight_update import Publisher
 from rollout.generation import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.wire.reply import Reply, check_reply, join_segments, routing_of
-
-CONTEXT_RESERVE = 8
-"""SGLang leaves a few tokens of its context empty (2 in 0.5.17). A longest response may be cut by up to this many."""
 
 
 @dataclass(slots=True)

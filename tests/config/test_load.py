@@ -309,6 +309,19 @@ AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
         (["rollout.max_turns=3"], "rollout.max_turns = 3: no prompt has several turns"),
         (["rollout.max_observation_tokens=99"], "rollout.max_observation_tokens = 99: no prompt has several turns"),
         (["evaluation.environment=guess:step", "evaluation.path=null"], "no problems are held out"),
+        (["reward.environment_workers=3"], "reward.environment_workers = 3: no prompt has several turns"),
+        (
+            ["evaluation={environment: a:b, path: p}", "algorithm.turn_rewards=true"],
+            "turn_rewards = True: no prompt has several turns where this is read",
+        ),
+        (
+            ["data.environment=a:b", "rollout.max_turns=1", "rollout.max_observation_tokens=9"],
+            "max_observation_tokens = 9: no prompt has several turns where this is read",
+        ),
+        (
+            ["data.environment=a:b", "rollout.max_turns=1", "data.observation_template='{observation}'"],
+            "observation_template = {observation}: no prompt has several turns where this is read",
+        ),
         (["preset=[gspo]"], "preset = ['gspo']: no such preset"),
         (["algorithm.policy_loss=cipso"], "did you mean 'cispo'?"),
         (

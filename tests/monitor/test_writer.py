@@ -142,6 +142,9 @@ def test_a_response_stays_text_in_markdown():
     text = sample_text(SAMPLE)
     assert text.startswith("**wrong**\n\n    reward_shaped: -1.0\n")
     assert "    response: **8**\n\n    <b>" in text, "indented: a block of code"
+    turns = [{"response": "I ask", "observation": "12 * 3", "role": "tool"}]
+    shown = sample_text(SAMPLE | {"earlier": turns})
+    assert "    response: I ask\n    tool: 12 * 3\n    response: **8**\n" in shown
     long = sample_text(SAMPLE | {"response": "x" * 100_000 + " the end"})
     assert len(long) < 9000
     assert long.endswith(" the end")
