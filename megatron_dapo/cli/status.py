@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -93,16 +93,10 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     going = bool(job) and _may_go_on(folder)
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
     shown = state.text.replace("died without an error message", ended)
-    progress, waits = _progress(run, beat, checkpoint), beat.waits if beat else []
-    named = {
-        "folder": str(folder.resolve()),
-        "run": run,
-        "beat": beat,
-        "alive": state.alive,
-        "alarms": alarms,
-        "file": FILE,
-    }
-    named |= {"state": [shown, *job.splitlines()], "progress": progress, "waits": waits, "now": time.time()}
+    named: dict[str, Any] = {"run": run, "beat": beat, "alive": state.alive, "alarms": alarms}
+    named |= {"file": FILE, "now": time.time()}
+    named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()]}
+    named["progress"] = _progress(run, beat, checkpoint)
     text = text_page("megatron_dapo.cli", "status.txt.j2", local=_local_time, **named)
     if clear:  # everything is there at once
         screen.clear()

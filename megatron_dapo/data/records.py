@@ -186,8 +186,9 @@ def _column(record: Any, key: str) -> Any:
 def _check_columns(record: Any, file: PromptFile, place: str) -> None:
     section, missing = file.setting.removesuffix(".path"), []
     for name in ("prompt_key", "answer_key", "source_key", "verifier_key"):
+        key = getattr(file.columns, name)
         try:
-            if (key := getattr(file.columns, name)) is not None:
+            if key is not None:
                 _column(record, key)
         except (KeyError, TypeError):
             missing.append(f"no column {key!r} ({section}.{name}); {nearest(key, record)}")
