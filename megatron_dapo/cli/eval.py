@@ -20,7 +20,7 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Of the results; else evaluations/ in the run, or here.")] = None,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
     from megatron_dapo.cli.train import prepare_environment
@@ -79,6 +79,7 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         raise ConfigError(f"--model {model} and rollout.urls: those servers hold weights of their own; give one")
     alone = (target / "config.json").is_file() and not (target / "config.yaml").is_file()
     config = with_local_paths(model_config(target, overrides)) if alone else config_of(target, overrides)
+    of_run = alone and target.resolve().name == "model" and (target.resolve().parent / "config.yaml").is_file()
     folder, step, model = Path(EVALUATIONS), None, model or (target if alone else None)
     if model is None and config.rollout.urls and (named or not target.is_dir()):
         return config, folder / "servers", None
@@ -86,6 +87,8 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
     if model is None and target.is_dir():
         weights, step = evaluated_weights(target)
         folder = target / EVALUATIONS
+    elif of_run:
+        folder = target.resolve().parent / EVALUATIONS
     return with_own_servers(config, weights), folder / weights.resolve().name, step
 
 

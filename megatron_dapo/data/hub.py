@@ -99,8 +99,13 @@ def download_hint(path: str | Path, kind: str, setting: str) -> str:
 
 def model_hint(folder: Path) -> str:
     """What to do where `folder` holds no model."""
-    here = "" if folder.is_absolute() else f" (relative paths begin at {Path.cwd()})"
-    return f"give the folder of a model in Hugging Face format{here}{download_hint(folder, 'model', 'model.path')}"
+    fetch = download_hint(folder, "model", "model.path")
+    return f"give the folder of a model in Hugging Face format{begins(folder)}{fetch}"
+
+
+def begins(path: Path) -> str:
+    """Of a relative path, where it begins."""
+    return "" if path.is_absolute() else f" (relative paths begin at {Path.cwd()})"
 
 
 def _by_hand(name: str, kind: str, setting: str) -> str:
