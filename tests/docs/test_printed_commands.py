@@ -1,4 +1,4 @@
-"""What README and guide print for a laptop, run as it stands there: in a fresh clone, after a small demo, and again from
+"""What README and guide print for a laptop, run as it stands there: in a fresh clone, after a small demo, and from
 another folder."""
 
 import os
