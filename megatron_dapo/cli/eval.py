@@ -79,16 +79,15 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         raise ConfigError(f"--model {model} and rollout.urls: those servers hold weights of their own; give one")
     alone = (target / "config.json").is_file() and not (target / "config.yaml").is_file()
     config = with_local_paths(model_config(target, overrides)) if alone else config_of(target, overrides)
-    of_run = alone and target.resolve().name == "model" and (target.resolve().parent / "config.yaml").is_file()
-    folder, step, model = Path(EVALUATIONS), None, model or (target if alone else None)
+    run = target.resolve().parent  # of the model that a run ended with
+    folder = (run if alone and (run / "config.yaml").is_file() else Path()) / EVALUATIONS
+    step, model = None, model or (target if alone else None)
     if model is None and config.rollout.urls and (named or not target.is_dir()):
         return config, folder / "servers", None
     weights = model or Path(config.model.path)
     if model is None and target.is_dir():
         weights, step = evaluated_weights(target)
         folder = target / EVALUATIONS
-    elif of_run:
-        folder = target.resolve().parent / EVALUATIONS
     return with_own_servers(config, weights), folder / weights.resolve().name, step
 
 
