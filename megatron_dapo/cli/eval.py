@@ -20,7 +20,7 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Of the results; else evaluations/ in the run, or here.")] = None,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
     from megatron_dapo.cli.train import prepare_environment
@@ -76,7 +76,9 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         raise ConfigError(f"--model {model} and rollout.urls: those servers hold weights of their own; give one")
     alone = (target / "config.json").is_file() and not (target / "config.yaml").is_file()
     config = with_local_paths(model_config(target, overrides)) if alone else config_of(target, overrides)
-    folder, step, model = Path(EVALUATIONS), None, model or (target if alone else None)
+    run = target.resolve().parent  # of the model that a run ended with
+    folder = (run if alone and (run / "config.yaml").is_file() else Path()) / EVALUATIONS
+    step, model = None, model or (target if alone else None)
     if model is None and config.rollout.urls and (named or not target.is_dir()):
         return config, folder / "servers", None
     weights = model or Path(config.model.path)

@@ -102,6 +102,7 @@ def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[st
         "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
         "host": {"name": platform.node(), "system": platform.platform(), "processor": platform.processor()},
         "command": sys.argv,
+        "folder": str(Path.cwd()),
         "trainer": trainer,
         "model": {"path": config.model.path, "config": json.loads(Path(config.model.path, "config.json").read_text())},
         "data": {

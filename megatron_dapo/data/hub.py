@@ -94,5 +94,10 @@ def local_path(path: str, setting: str) -> str:
 
 def model_hint(folder: Path) -> str:
     """What to do where `folder` holds no model."""
-    here = "" if folder.is_absolute() else f" (relative paths begin at {Path.cwd()})"
-    return f"give the folder of a model in Hugging Face format{here}, or hf://OWNER/NAME of the Hugging Face hub"
+    named = "or hf://OWNER/NAME of the Hugging Face hub"
+    return f"give the folder of a model in Hugging Face format{begins(folder)}, {named}"
+
+
+def begins(path: Path) -> str:
+    """Of a relative path, where it begins."""
+    return "" if path.is_absolute() else f" (relative paths begin at {Path.cwd()})"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.data.hub import begins
+
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _NAMED = ".jsonl, .json, .csv or .parquet"
 REMEDIES = {
@@ -35,7 +37,7 @@ def check_file(path: Path, setting: str) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise DataError(
-                f"{file}: no such prompt file; set {setting} to a {_NAMED} file, a dataset's folder, or "
+                f"{file}: no such prompt file{begins(file)}; set {setting} to a {_NAMED} file, a dataset's folder, or "
                 "hf://datasets/OWNER/NAME/FILE of the Hugging Face hub"
             )
         if not os.access(file, os.R_OK):

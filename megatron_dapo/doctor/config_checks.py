@@ -26,6 +26,9 @@ _LAST_LINES = 6
 def check_run_dir(facts: Facts) -> Iterator[Finding]:
     """Raise RunDirError for a directory that `train` refuses."""
     folder = Path(facts.given.run.dir)
+    if has_run(folder) and not facts.given.run.resume:  # as after any run: the machine can still train
+        yield warning(f"{folder} holds a run", "run.resume=true continues it; a new one needs another run.dir")
+        return
     if not facts.given.run.resume:
         refuse_what_is_there(folder)
     yield passed(f"{folder} {'goes on' if has_run(folder) else 'is free'}")
