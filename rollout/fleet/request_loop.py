@@ -61,8 +61,10 @@ class Response:
         return cls(request, parts, routing=routing)
 
     def add(self, reply: Reply, version: int, routing: np.ndarray | None) -> None:
-        """One more part, and the rows of routing that came with it: each token gets its row once."""
-        self.parts.append((reply, version))
+        """One more part, and the rows of routing that came with it: each token gets its row once. Where only these were
+        asked for, the reply says nothing of how the response ended."""
+        if self._end is None:
+            self.parts.append((reply, version))
         if routing is not None:
             self.routing = routing if self.routing is None else np.concatenate([self.routing, routing])
 

@@ -119,6 +119,23 @@ def test_a_complete_response_without_rows_is_read_once_more_and_nothing_is_drawn
     run(test)
 
 
+def test_the_stop_token_of_a_response_without_rows_still_ends_it() -> None:
+    async def test() -> None:
+        server = Canned(answer([3, 2], "abort"))
+        one = asked()
+        one = replace(one, sampling=replace(one.sampling, stop_token_ids=(2,)))
+        async with fleet_of(server) as fleet:
+            first = await fleet.generate(one)
+            again = await fleet.generate(replace(one, begun=replace(first, routing=None)))
+        for each in (first, again):
+            assert each.token_ids.tolist() == [3, 2]
+            assert each.finish_reason is FinishReason.STOP
+            check(each)
+        assert [len(prompt) for prompt in server.prompts] == [3, 5, 5]
+
+    run(test)
+
+
 def test_a_run_that_goes_on_asks_for_the_missing_rows_only() -> None:
     async def test() -> None:
         server = StandIn()
