@@ -130,7 +130,8 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     """
     if config.device == "cuda" and found.index is None:
         raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
-    cuda = found.index is not None and config.device != "cpu"
+    index = None if config.device == "cpu" else found.index
+    cuda = index is not None
     why_not = None  # TransformerEngine's layers are used
     if not cuda:
         why_not = NO_CUDA
@@ -150,7 +151,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
             "transformer-engine[pytorch], or set actor.layout.context to 1"
         )
     return DeviceChoice(
-        device=torch.device("cuda", found.index) if cuda else torch.device("cpu"),
+        device=torch.device("cpu") if index is None else torch.device("cuda", index),
         backend="nccl" if cuda else "gloo",
         transformer_engine=why_not is None,
         fused_adam=cuda and found.fused_adam is not None,
