@@ -28,8 +28,9 @@ export PYTHONUNBUFFERED = 1
 export SYMBOLIC_PAGE
 
 TESTS := $(BIN)/python -m pytest
-# Two files of tests at a time, in the order of their names: the long ones stand in the middle.
-TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time, in the order of their names: the long ones stand in the middle.
+# On two cores too: many tests wait for processes to start and end.
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu relock demo test test-slow test-slurm test-gpu test-symbolic check format base-model ladder data docs clean clean-venv
@@ -56,7 +57,7 @@ demo: install ## train the quickstart with DAPO on two CPU cores (an earlier run
 	$(BIN)/megatron-dapo train examples/quickstart/dapo.yaml run.dir=$(DEMO_DIR) $(ARGS)
 
 test: install ## run the default tests (CPU)
-	OMP_NUM_THREADS=1 $(TESTS) $(TWO_AT_ONCE) --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(TESTS) $(AT_ONCE) --durations=10 $(ARGS)
 
 test-slow: install ## run the tests that take minutes each
 	OMP_NUM_THREADS=1 $(TESTS) -m "slow and not gpu and not slurm and not symbolic" --durations=10 $(ARGS)

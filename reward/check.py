@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from reward.config import RewardConfig
+from reward.config import RewardConfig, ServiceConfig
+from reward.environment import REMOTE
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, weighted
 from reward.verdict import VerificationRequest, VerifierError
@@ -15,14 +17,13 @@ TRY_S = 5.0
 
 Truth = tuple[str, str, str]
 """Place such as `train.jsonl:17`, prompt, ground truth."""
+Truths = Mapping[str, Sequence[Truth]]
 
 DONE = b"\nit can be run\n"
 """What the trying process writes in the end; a module that ends the process does not get so far."""
 
 
-def check_verifiers(
-    names: Mapping[str, str], config: RewardConfig, truths: Mapping[str, Sequence[Truth]] | None = None
-) -> None:
+def check_verifiers(names: Mapping[str, str], config: RewardConfig, truths: Truths | None = None) -> None:
     """Whether each verifier can be run here. Modules are imported in a process of their own, as the pool does it, and
     an own function judges each ground truth as if it were the response, for `TRY_S` seconds.
 
@@ -39,14 +40,14 @@ def check_verifiers(
             entry = find(name)
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
-        if entry.remote and config.remote.url is None:
-            raise VerifierError(f"{place} = {name}: reward.remote.url is not set; give the address of the service")
+        if entry.remote:
+            _check_service(config.remote, f"{place} = {name}: reward.remote")
         tried_on = () if truths is None or name in VERIFIERS else truths.get(whole, ())
         if not entry.remote and not entry.fast and (reason := _why_not(name, tried_on, limit_s=config.timeout_s)):
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
-def check_environments(names: Mapping[str, str], truths: Mapping[str, Sequence[Truth]] | None = None) -> None:
+def check_environments(names: Mapping[str, str], config: RewardConfig, truths: Truths | None = None) -> None:
     """Whether each environment can be run here: imported in a process of its own, and tried on the ground truths as if
     each were the model's first turn, for `TRY_S` seconds.
 
@@ -58,8 +59,19 @@ def check_environments(names: Mapping[str, str], truths: Mapping[str, Sequence[T
         VerifierError: one cannot, refuses one of them, or returns no outcome.
     """
     for name, place in names.items():
-        if reason := _why_not(name, (truths or {}).get(name, ()), "environment", START_LIMIT_S):
+        if name == REMOTE:
+            _check_service(config.remote_environment, f"{place} = {name}: reward.remote_environment")
+        elif reason := _why_not(name, (truths or {}).get(name, ()), "environment", START_LIMIT_S):
             raise VerifierError(f"{place} = {name}: {reason}")
+
+
+def _check_service(config: ServiceConfig, section: str) -> None:
+    if config.url is None:
+        raise VerifierError(f"{section}.url is not set; give the address of the service")
+    try:
+        Path(config.key_file or "/dev/null").read_text()
+    except OSError as error:
+        raise VerifierError(f"{section}.key_file: {error}") from None
 
 
 def check_ground_truth(name: str, ground_truth: str) -> None:
@@ -72,7 +84,7 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
     """
     for _, part in weighted(name):
         entry = find(part)
-        if entry.fast or (part in VERIFIERS and not entry.remote):
+        if entry.fast or (part in VERIFIERS and part != "none" and not entry.remote):
             load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 

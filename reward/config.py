@@ -45,22 +45,28 @@ VerifierName = Annotated[str, AfterValidator(_known_verifier)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RemoteConfig:
+class ServiceConfig:
     url: Annotated[str, AfterValidator(check_url)] | None = None
-    """Service that judges the samples of verifier `remote`: POST, JSON in and out (`reward/pool/remote.py`)."""
+    """Service of verifier `remote`, or of environment `remote`: POST, JSON in and out (`reward/pool/remote.py`)."""
 
-    batch: Annotated[int, Field(gt=0)] = 64
-    """Responses of one request, at most."""
+    key_file: Annotated[str, Field(min_length=1)] | None = None
+    """File with a key that is sent as `Authorization: Bearer`. None: it needs none."""
 
     connections: Annotated[int, Field(gt=0)] = 8
-    """Requests of one call at the same time."""
+    """Requests at the same time (verifier: of one call)."""
 
     attempt_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that the service may take to answer one request."""
 
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds until a batch without an answer stops the run; it is sent again meanwhile. Must be below
+    """Seconds until a request without an answer stops the run; it is sent again meanwhile. Must be below
     `run.step_deadline_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RemoteConfig(ServiceConfig):
+    batch: Annotated[int, Field(gt=0)] = 64
+    """Responses of one request, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -70,7 +76,7 @@ class RewardConfig:
     verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. Others (docs/rewards.md): `exact`, `robust:####
     {answer}`, `choice`, `json`, `code`, `remote`, `module:function`, or a weighted sum, as `robust + 0.2 *
-    module:function`."""
+    module:function`; `none`: an environment ends every episode."""
 
     by_source: dict[str, VerifierName] = field(default_factory=dict)
     """Verifier of each source whose rows name none, as {gsm8k: robust, contests: code}; other sources have
@@ -81,7 +87,10 @@ class RewardConfig:
 
     algebra_workers: Annotated[int, Field(gt=0)] = 1
     """Further processes, started when needed, at a lower priority, for slow verdicts, judged one by one: symbolic
-    equality, `json`, `code`, verifiers of your own, environments."""
+    equality, `json`, `code`, verifiers of your own."""
+
+    environment_workers: Annotated[int, Field(gt=0)] = 2
+    """Processes for the turns of environments, one turn each at a time; started when needed, at a lower priority."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the process is
@@ -91,3 +100,4 @@ class RewardConfig:
     """Address space a worker may take beyond what it holds at its start."""
 
     remote: RemoteConfig = RemoteConfig()
+    remote_environment: ServiceConfig = ServiceConfig()

@@ -100,7 +100,7 @@ Outcome = Observation | End | None
 """None: the episode is over, and the prompt's verifier judges the newest turn."""
 
 Environment = Callable[[Episode], Outcome | Awaitable[Outcome]]
-"""`def` or `async def`. Whatever it raises becomes an observation, but VerifierError, which stops the run."""
+"""`def` or `async def`. What it raises becomes an observation; VerifierError, and what is no outcome, stops the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,9 @@ class Stepped:
     """Whether the fault is not the response's: the run must stop."""
 
 
-ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run"}
-"""Registered environments: name -> `module:function`."""
+REMOTE = "remote"
+ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run", REMOTE: ""}
+"""Registered environments: name -> `module:function`; `remote` is a service (`reward/pool/remote.py`)."""
 
 
 def check_environment(name: str) -> str:
@@ -158,12 +159,13 @@ async def _result(outcome: Awaitable[Outcome]) -> Outcome:
     return await outcome
 
 
-class NotAnOutcome(ValueError):
-    """What an environment returned cannot be used."""
+class NotAnOutcome(VerifierError):
+    """What an environment returned cannot be used: a fault of its program, which stops the run."""
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome."""
+    """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome, and
+    ValueError for a state that is too long: a response may have filled it."""
     reward = getattr(outcome, "reward", None)
     if reward is None or (type(reward) in (int, float) and abs(reward) <= LARGEST_REWARD):
         match outcome:
@@ -178,12 +180,17 @@ def checked(outcome: object) -> Outcome:
                 except (TypeError, ValueError, RecursionError) as error:
                     raise NotAnOutcome(f"JSON cannot hold the state: {error}") from None
                 if length > STATE_LIMIT:
-                    raise NotAnOutcome(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
+                    raise ValueError(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
                 return replace(outcome, text=sendable(shortened(text, TEXT_LIMIT)))
     raise NotAnOutcome(
         f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, reward within a million, role "
         "user or tool), no End (accuracy True or False, reward within a million) and not None"
     )
+
+
+def outcome_of(fields: Any) -> Outcome:
+    """An outcome from the fields that JSON held. Raises TypeError, NotAnOutcome, ValueError: it is none."""
+    return checked(None if fields is None else Observation(**fields) if "text" in fields else End(**fields))
 
 
 def shortened(text: str, characters: int) -> str:

@@ -32,6 +32,7 @@ VERIFIERS: dict[str, Entry] = {
     "json": Entry(path="reward.verifiers.json_answer:judge"),
     "code": Entry(path="reward.verifiers.code:judge", probe="reward.verifiers.code:check_system"),
     "remote": Entry(path="", remote=True),
+    "none": Entry(path="reward.registry:judge_none"),
 }
 
 
@@ -93,6 +94,11 @@ def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
             "name it in the command or in the config too"
         )
     return entry
+
+
+def judge_none(request: VerificationRequest) -> Judgement:
+    """Verifier `none`, for environments that end each episode themselves. Raises VerifierError: one did not."""
+    raise VerifierError("an environment left the verdict to the prompt's verifier, and that is none; name one")
 
 
 def load(name: str) -> Verifier:

@@ -54,6 +54,19 @@ class SamplingParams:
     thinking: ThinkingLimit | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingShape:
+    """Of a mixture of experts; each token is sent to `top_k` of its `experts` in each layer.
+
+    Qwen3-30B-A3B: RoutingShape(layers=48, top_k=8, experts=128)
+    """
+
+    layers: int
+    top_k: int
+    experts: int
+    """At most 256: an expert's number is one byte."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
     """One response to draw.
@@ -77,6 +90,8 @@ class GenerationRequest:
     """Whether `RolloutFleet.hold` keeps it back."""
     begun: "Generation | None" = None
     """What was drawn of the response before, by a run that was ended: it goes on from there."""
+    routing: RoutingShape | None = None
+    """Of the model, where the answer is to say which experts each token was sent to; None: it need not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +138,11 @@ class Generation:
     finish_reason: FinishReason
     given: tuple[tuple[int, int], ...] = ()
     """Runs of `token_ids` that were given and not drawn, ascending: (first, tokens) each. C = T + their tokens."""
+    routing: np.ndarray | None = None
+    """uint8 [P + C - 1, layers, k]: the experts of each token of prompt and response but the last, of which nothing was
+    predicted; fewer rows of a response that goes on. They are those of the weights that drew the token, unless its
+    server was lost or had put it back into its queue when it was interrupted: then of those that read it next. None:
+    not asked for, or none yet."""
 
     @property
     def drawn(self) -> int:
@@ -136,17 +156,20 @@ class Generation:
         return np.delete(self.token_ids, np.concatenate(given)) if given else self.token_ids
 
     def followed_by(self, rest: "Generation", given: Sequence[int] = ()) -> "Generation":
-        """This, then `given` (K ids, not drawn), then the rest, which decides how it ends."""
+        """This, then `given` (K ids, not drawn), then the rest, which decides how it ends. Its prompt is what stands
+        before it, and so its routing has all rows."""
         at = self.token_ids.size
         runs = [(at, len(given))] if given else []
         runs += [(at + len(given) + first, tokens) for first, tokens in rest.given]
         columns = ("log_probs", "weight_versions")
         joined: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(rest, name)]) for name in columns}
+        joined["routing"] = self.routing if rest.routing is None else rest.routing
         joined["token_ids"] = np.concatenate([self.token_ids, np.array(given, np.int32), rest.token_ids])
         return replace(self, **joined, given=(*self.given, *runs), finish_reason=rest.finish_reason)
 
     def cut(self, at: int) -> tuple["Generation", "Generation"]:
-        """The tokens before place `at`, the end of the last run that was given, and those behind it."""
+        """The tokens before place `at`, the end of the last run that was given, and those behind it; both with all rows
+        of routing."""
         drawn = self.drawn - (self.token_ids.size - at)
         places = {"token_ids": at, "log_probs": drawn, "weight_versions": drawn}
         before = {name: getattr(self, name)[:place] for name, place in places.items()}

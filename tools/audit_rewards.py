@@ -4,8 +4,8 @@ python -m tools.audit_rewards runs/quickstart            # <run>/samples.jsonl
 python -m tools.audit_rewards rollouts.jsonl --all       # lines of {"response", "ground_truth"}
 
 A line whose verifier is for mathematics is judged by `exact` and by `robust`, any other by its own verifier; of a
-weighted sum the first counts. A row is listed when the verdicts differ, when there is none, or when the verifier of the
-run now says something else.
+weighted sum the first counts. What an environment judged is counted and not asked again. A row is listed when the
+verdicts differ, when there is none, or when the verifier of the run now says something else.
 Exit code 1: there are such rows.
 """
 
@@ -25,7 +25,7 @@ from reward.pool.pool import RewardPool
 from reward.registry import find_named_by_data, weighted
 from reward.verdict import Verdict, VerificationRequest, VerifierError
 
-RULES = ("exact", "robust")
+RULES, ENVIRONMENT = ("exact", "robust"), "environment"
 EXIT_AGREE, EXIT_DISAGREE, EXIT_USAGE = 0, 1, 2
 
 _CELL = 60
@@ -132,6 +132,8 @@ async def audit(
     requests: list[VerificationRequest] = []
     owners: list[int] = []
     for at, (place, line) in enumerate(lines):
+        if line.get("judged_by") == ENVIRONMENT:
+            continue
         own = line.get("verifier") or config.verifier
         try:
             both, own = find_named_by_data(own, allowed).second, weighted(own)[0][1]
@@ -160,10 +162,12 @@ def page(audited: Sequence[Audited], *, everything: bool, limit: int) -> str:
         for row in audited
         if set(RULES) <= row.verdicts.keys()
     )
+    games = sum(row.line.get("judged_by") == ENVIRONMENT for row in audited)
     reasons = Counter(row.reason for row in audited if row.reason)
     lines = [
         f"{len(audited)} responses, {sum(reasons.values())} to look at"
-        + "".join(f"; {reason}: {count}" for reason, count in reasons.most_common()),
+        + "".join(f"; {reason}: {count}" for reason, count in reasons.most_common())
+        + (f"; judged by an environment, and not again: {games}" if games else ""),
         "",
         "| | robust: right | robust: wrong |",
         "|---|---|---|",

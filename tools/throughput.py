@@ -59,7 +59,7 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) ->
     generated, trained = _sum(lines, "tokens/generated"), _sum(lines, "tokens/trained")
     count, step, update = len(lines), seconds["step"], seconds["update"]
     # In `async` the servers write all the time: what the coordinator waits for them says little.
-    writing = step if run.setting("run.mode") == "async" else seconds["rollout"] + seconds["reward"]
+    writing = step if run.setting("run.mode") == "async" else sum(seconds[phase] for phase in PHASES[:3])
     hf = model_shape_of(run)
     synced = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 0) * count if hf else 0
     figures: Figures = {

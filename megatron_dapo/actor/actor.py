@@ -163,13 +163,14 @@ class MegatronActor:
             return self.passes.log_probs(responses, plan, temperature)
 
     def reference_log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
-        """The same under the reference: the weights that the actor was built with, or that a reset made it.
+        """The same under the reference: the weights that the actor was built with, or that a reset made it. Its routers
+        choose for themselves.
 
         Raises:
             ValueError: it was built without `keep_reference`.
         """
         with self.memory.resident("parameters"), self._kept_reference().swapped_in():
-            return self.passes.log_probs(responses, plan, temperature)
+            return self.passes.log_probs(dataclasses.replace(responses, routing=None), plan, temperature)
 
     def reset_reference(self, *, optimizer: bool) -> None:
         """The reference becomes the weights that the actor holds. `optimizer`: moments begin anew too."""

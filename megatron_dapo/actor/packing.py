@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from megatron_dapo.actor.step_data import MicroBatchPlan, Responses, exclusive_sum, ranges
+from megatron_dapo.actor.step_data import MicroBatchPlan, Responses, exclusive_sum, ranges, unrouted
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 
 Integers = TypeVar("Integers", int, np.ndarray)
@@ -64,6 +64,9 @@ class PackedMicroBatch:
 
     response_lengths: np.ndarray
     """int64 [S]: response tokens of each sequence; [0] in an empty micro-batch."""
+
+    routing: np.ndarray | None
+    """uint8 [T, layers, k], as `Responses.routing`; padding goes to experts 0 .. k-1."""
 
 
 def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
@@ -126,10 +129,15 @@ def pack_micro_batch(
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
     is_target = np.zeros(len(row), dtype=bool)
     is_target[ranges(starts + prompts, lengths - prompts)] = True
+    where = ranges(starts, lengths)
     if len(indices):
-        where = ranges(starts, lengths)
         row[where] = chosen.token_ids
         is_target[where[ranges(chosen.given_starts, chosen.given_lengths)]] = False
+    routing = None
+    if chosen.routing is not None:
+        routing = unrouted(len(row), *chosen.routing.shape[1:])
+        if len(indices):
+            routing[where] = chosen.routing
     positions = ranges(np.zeros_like(occupied), occupied)
     predictors = np.flatnonzero(is_target) - 1
     targets = row[predictors + 1]
@@ -137,7 +145,7 @@ def pack_micro_batch(
 
     if layout.context > 1:
         held = zigzag_positions(occupied, layout.context, context_rank)
-        row, positions = row[held], positions[held]
+        row, positions, routing = row[held], positions[held], None if routing is None else routing[held]
         local = np.full(int(occupied.sum()), -1, dtype=np.int64)
         local[held] = np.arange(len(held))
         here = local[predictors] >= 0
@@ -152,6 +160,7 @@ def pack_micro_batch(
         columns=responses.response_token_indices(indices),
         sequence_index=np.repeat(np.arange(len(lengths)), drawn),
         response_lengths=drawn,
+        routing=routing,
     )
 
 

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dapo.actor.model import log_prob
+from megatron_dapo.actor.model import log_prob, routing_replay
 from megatron_dapo.actor.model.model_chunks import output_weight
 from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
@@ -136,6 +136,8 @@ class ForwardBackward:
         largest = responses.token_ids.max(initial=0)
         if largest >= self.vocabulary:
             raise ValueError(f"token_ids holds {largest}; the model's vocabulary has {self.vocabulary} tokens")
+        if responses.routing is not None:
+            routing_replay.check_routing(responses.routing, get_model_config(self.chunks[0]))
         place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple}
         return [
             self._input(pack_micro_batch(responses, indices, self.layout, **place), columns)
@@ -159,6 +161,7 @@ class ForwardBackward:
                 device=self.device,
                 context_parallel=self.layout.context,
                 context_rank=self.context_rank,
+                routing=None if packed.routing is None else self._to_device(packed.routing),
             ),
             index=self._to_device(np.stack([packed.rows, packed.targets, packed.places])),
             weights=weights,

@@ -44,6 +44,10 @@ class Responses:
     given_lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 [K]: tokens of each run."""
 
+    routing: np.ndarray | None = None
+    """uint8 [sum of sequence_lengths, layers, k]: the experts of each token, each once; of a response's last one, whose
+    output predicts nothing, 0 .. k-1. None: the routers choose."""
+
     def __post_init__(self) -> None:
         for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
             _check_array("Responses", name, getattr(self, name), np.int32)
@@ -59,6 +63,8 @@ class Responses:
         if bad.size:
             raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
         self._check_given()
+        if self.routing is not None and (self.routing.dtype != np.uint8 or self.routing.shape[:-2] != (given,)):
+            raise ValueError(f"Responses: routing is {self.routing.dtype} {self.routing.shape} for {given} token_ids")
         if len(self.token_ids) and self.token_ids.min() < 0:
             raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
 
@@ -77,12 +83,19 @@ class Responses:
 
     @classmethod
     def of(
-        cls, pairs: Sequence[tuple[np.ndarray, np.ndarray]], given: Sequence[Sequence[tuple[int, int]]] = ()
+        cls,
+        pairs: Sequence[tuple[np.ndarray, np.ndarray]],
+        given: Sequence[Sequence[tuple[int, int]]] = (),
+        routing: Sequence[np.ndarray] = (),
     ) -> "Responses":
         """Of token ids of prompts and of the response to each.
 
         Args:
             given: for each response (first token, tokens) of each run in it that was given; none: all were drawn.
+            routing: for each response uint8 [its tokens and the prompt's, without the last one, layers, k].
+
+        Raises:
+            ValueError: a response has more or fewer rows of routing; names it.
         """
         lengths = np.array([len(prompt) + len(response) for prompt, response in pairs], np.int32)
         prompts = np.array([len(prompt) for prompt, _ in pairs], np.int32)
@@ -95,6 +108,7 @@ class Responses:
             prompt_lengths=prompts,
             given_starts=given_starts,
             given_lengths=given_lengths,
+            routing=_joined_routing(routing, lengths) if routing else None,
         )
 
     def __len__(self) -> int:
@@ -130,6 +144,7 @@ class Responses:
             prompt_lengths=self.prompt_lengths[indices],
             given_starts=self.given_starts[kept] + np.repeat(exclusive_sum(lengths) - starts, runs),
             given_lengths=self.given_lengths[kept],
+            routing=None if self.routing is None else self.routing[ranges(starts, lengths)],
         )
 
     def response_token_indices(self, indices: np.ndarray) -> np.ndarray:
@@ -305,6 +320,23 @@ def ranges(starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> Int
 def exclusive_sum(lengths: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
     """int64: where each piece starts when pieces of these lengths lie one after the other."""
     return np.cumsum(lengths, dtype=np.int64) - lengths
+
+
+def unrouted(tokens: int, layers: int, top_k: int) -> np.ndarray:
+    """uint8 [tokens, layers, top_k]: experts 0 .. top_k - 1 for tokens that nobody has routed."""
+    return np.tile(np.arange(top_k, dtype=np.uint8), (tokens, layers, 1))
+
+
+def _joined_routing(routing: Sequence[np.ndarray], lengths: np.ndarray) -> np.ndarray:
+    """uint8 [sum of lengths, layers, k]."""
+    for at, (rows, length) in enumerate(zip(routing, lengths.tolist(), strict=True)):
+        if len(rows) != length - 1:
+            raise ValueError(
+                f"Responses: response {at} has {len(rows)} rows of routing for {length} tokens with its prompt's; each "
+                "but the last needs one"
+            )
+    last = unrouted(1, *routing[0].shape[1:])
+    return np.concatenate([part for rows in routing for part in (rows, last)])
 
 
 def _check_array(message: str, name: str, array: Any, dtype: type[np.generic], *, length: int | None = None) -> None:

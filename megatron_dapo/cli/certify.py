@@ -42,8 +42,6 @@ def certify(
     responses: Annotated[int, typer.Option(min=8, help="Responses of the mini-batch.")] = 16,
     longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest, prompt included.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the layouts; float32 on the CPU, else bfloat16.")] = None,
-    loss_bound: Annotated[float | None, typer.Option(min=0, help="Largest relative difference of the loss.")] = None,
-    gradient_bound: Annotated[float | None, typer.Option(min=0, help="The same of a parameter's gradient.")] = None,
     deadline: Annotated[float, typer.Option(min=1, help="Seconds that each layout may take.")] = 300.0,
 ) -> bool:
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
@@ -54,9 +52,7 @@ def certify(
 
     check_actor(HFModelConfig.load(Path(loaded.model.path)), loaded.actor)
     here, processes = _on_this_machine(loaded, processes, dtype)
-    loss, gradient = BOUNDS[here.model.dtype]
-    loss, gradient = loss if loss_bound is None else loss_bound, gradient if gradient_bound is None else gradient_bound
-    limits = Limits(here.model.dtype, loss, gradient)
+    limits = Limits(here.model.dtype, *BOUNDS[here.model.dtype])
     print(f"{here.model.path} in {here.model.dtype} on {here.actor.device}, up to {processes} ranks", flush=True)
     if here.actor.layout.world_size > processes:
         print(f"not tried: the config's own layout, of {here.actor.layout.world_size} ranks; see --processes")
@@ -94,10 +90,8 @@ class Limits:
     @property
     def text(self) -> str:
         """The limits in words."""
-        gradient = f"of a parameter's gradient {self.gradient:g}"
-        if self.dtype == "bfloat16":
-            gradient = f"of the gradient {self.gradient:g} and {ROUNDING:g} x that of one process"
-        return f"relative difference of the loss {self.loss:g}, {gradient}"
+        bound = f" and {ROUNDING:g} x that of one process" if self.dtype == "bfloat16" else " for each parameter"
+        return f"relative difference of the loss {self.loss:g}, of the gradient {self.gradient:g}{bound}"
 
     def hold(self, aggregation: str, found: "Difference") -> bool:
         """Whether a difference is within them; never for a number that is not finite."""

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
@@ -29,7 +30,19 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     if not source.is_file() and not (source / "config.yaml").is_file():
         fault = "no config.yaml there" if source.is_dir() else "is not there"
         raise ConfigError(f"{source}: {fault}; give a config file, or the directory of a run")
-    return with_local_paths(load_config(source, overrides))
+    return with_local_paths(load_config(source, overrides) if source.is_file() else run_config(source, overrides))
+
+
+def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run, its relative paths as they were where the run was started, whatever the folder now."""
+    stored, began = run / "config.yaml", Path()
+    with suppress(OSError, ValueError, KeyError):  # of a run of before, or damaged: paths begin here
+        began = Path(json.loads((run / "manifest.json").read_text(encoding="utf-8"))["folder"])
+    config = load_config(stored)
+    paths = {"model": config.model.path, "data": config.data.path, "evaluation": config.evaluation.path}
+    moved = {name: began / path for name, path in paths.items() if path and (began / path).exists()}
+    words = [f"{name}.path={json.dumps(str(path))}" for name, path in moved.items() if began != Path.cwd()]
+    return load_config(stored, [*words, *overrides])
 
 
 LONGEST_CONTEXT, LONGEST_PROMPT = 32768, 2048
@@ -51,7 +64,7 @@ def model_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     run = folder.resolve().parent / "config.yaml"
     if folder.resolve().name == "model" and run.is_file():
         print(f"settings of {run}", file=sys.stderr)
-        return load_config(run, [*overrides, f"model.path={json.dumps(str(folder))}"])
+        return run_config(run.parent, [*overrides, f"model.path={json.dumps(str(folder))}"])
     told = read_json(folder / "config.json")
     context = min(told.get("max_position_embeddings") or LONGEST_CONTEXT, LONGEST_CONTEXT)
     known = {

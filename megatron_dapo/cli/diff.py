@@ -34,18 +34,14 @@ def diff(
         table.add_column(Text(head), overflow="fold")
     differing = config_diff.differences(first, first if second is None else second)
     leaving = [each.key for each in config_diff.departures(first, preset) if each.key not in differing]
-    for keys in (differing, leaving):  # the second: keys in which all leave the paper alike
-        for key in keys:
-            there = config_diff.shown_of(stated_values, key) if key in known else "not stated"
-            cells = (there, known[key].where) if second is None else (config_diff.shown_of(second, key), there)
-            table.add_row(*map(Text, (key, config_diff.shown_of(first, key), *cells)))
-        table.add_section()
+    for key in (*differing, *leaving):  # last: keys in which both leave the paper alike
+        there = config_diff.shown_of(stated_values, key) if key in known else "not stated"
+        cells = (there, known[key].where) if second is None else (config_diff.shown_of(second, key), there)
+        table.add_row(*map(Text, (key, config_diff.shown_of(first, key), *cells)))
     named = "the paper" if preset == config_diff.PAPER else preset
     if table.row_count:
         Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
-    elif second is None:
-        print(f"{one}: as in {named}, in {len(known)} settings")
     else:
-        print(f"{one} and {other} are the same, and as in {named} in {len(known)} settings")
+        print(f"{one} and {other}: no difference, and as in {named} in {len(known)} settings")
     if second is None:
         print(f"Not compared: {config_diff.NOT_COMPARED}.\n{config_diff.described(preset)}")

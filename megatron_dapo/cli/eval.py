@@ -20,7 +20,7 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else RUN/evaluations/...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Of the results; else evaluations/ in the run, or here.")] = None,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
     from megatron_dapo.cli.train import prepare_environment
@@ -41,19 +41,16 @@ def evaluate(
 
 
 async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
-    from megatron_dapo.diagnostics.evaluation_session import evaluation_session
-    from megatron_dapo.diagnostics.weight_snapshot import KEPT, fingerprint
+    from megatron_dapo.diagnostics.evaluation_session import evaluate
+    from megatron_dapo.diagnostics.weight_snapshot import KEPT
     from megatron_dapo.monitor.console import Console
 
     config, folder, step = find_target(target, overrides, model)
     console, out = Console(), out or folder
-    weights = None if config.rollout.urls else Path(config.model.path)
-    if weights is not None:
-        fingerprint(weights)  # a folder that holds no model is said to be one before anything is read
-    console.note(f"evaluating {weights or ', '.join(config.rollout.urls)}")
-    async with evaluation_session(config, out, console.note) as session:
-        result = await session.evaluate(out, weights=weights, rollout_step=step)
-    if weights is not None and weights.parent == target / KEPT:
+    weights = Path(config.model.path)
+    console.note(f"evaluating {', '.join(config.rollout.urls) or weights}")
+    result = await evaluate(config, out, console, step)
+    if weights.parent == target / KEPT:
         shutil.rmtree(weights)
     _show(result)
     console.note(f"{out}: result.json, problems.jsonl, responses.jsonl")
@@ -79,7 +76,9 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         raise ConfigError(f"--model {model} and rollout.urls: those servers hold weights of their own; give one")
     alone = (target / "config.json").is_file() and not (target / "config.yaml").is_file()
     config = with_local_paths(model_config(target, overrides)) if alone else config_of(target, overrides)
-    folder, step, model = Path(EVALUATIONS), None, model or (target if alone else None)
+    run = target.resolve().parent  # of the model that a run ended with
+    folder = (run if alone and (run / "config.yaml").is_file() else Path()) / EVALUATIONS
+    step, model = None, model or (target if alone else None)
     if model is None and config.rollout.urls and (named or not target.is_dir()):
         return config, folder / "servers", None
     weights = model or Path(config.model.path)

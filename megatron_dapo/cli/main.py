@@ -1,6 +1,5 @@
 """`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
 
-import errno
 import re
 import sys
 import warnings
@@ -132,10 +131,7 @@ def main() -> None:
         code = exit_code_of(error)
         if code is None:
             raise
-        # A file that a command writes itself has a name.
-        of_output = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
-        where = "no space left where the output of this command goes: " if of_output else ""
-        print(f"{where}{named(error)}", file=sys.stderr)
+        print(named(error), file=sys.stderr)
         sys.exit(code)
 
 

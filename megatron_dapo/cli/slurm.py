@@ -27,7 +27,7 @@ def slurm(
 ) -> None:
     """Write the Slurm script of a run: Ray over all nodes, saving at the time limit, requeued until done."""
     from megatron_dapo.slurm.forecast import warning_and_notes
-    from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen
+    from megatron_dapo.slurm.script import SlurmOptions, batch_script, not_seen
 
     options = SlurmOptions(
         gpus_per_node=gpus_per_node,
@@ -42,7 +42,7 @@ def slurm(
     )
     words = overrides or []
     loaded = load_config(config, words)
-    warn, notes = warning_and_notes(loaded, warn, gpus=gpus_per_node > 0, time_s=limit_s(time))
+    warn, notes = warning_and_notes(loaded, warn, gpus=gpus_per_node > 0)
     text = batch_script(config, words, loaded, options, warn)
     for note in (*notes, *not_seen(loaded)):
         print(f"note: {note}", file=sys.stderr)

@@ -6,14 +6,13 @@ import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from megatron_dapo.cluster.heartbeat import FILE, INTERVAL_S, Heartbeat, read_heartbeat
-from megatron_dapo.monitor.console import QUIET_S, RECENT, duration, step_line
+from megatron_dapo.monitor.console import QUIET_S, RECENT, step_line, text_page
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.report.liveness import liveness, lock_holder
 from megatron_dapo.report.source import RUN_FILES, ReportError, Run
@@ -90,37 +89,21 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
     state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
     alarms = HealthMonitor(run.lines, **run.alarm_bounds).alarms
-    if clear:  # everything is read: what follows is there at once
-        screen.clear()
-    _print(screen, "run", [str(folder.resolve())])
     job = "" if state.alive or state.text.startswith("finished") else _job_log(folder)
     going = bool(job) and _may_go_on(folder)
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
     shown = state.text.replace("died without an error message", ended)
-    _print(screen, "state", [shown, *job.splitlines()], "bold green" if state.alive else "bold")
-    _print(screen, "progress", _progress(run, beat, checkpoint))
-    if beat is not None and beat.waits:
-        age = duration(max(0.0, time.time() - beat.written))
-        _print(screen, "waits", [*beat.waits, f"(as of {age} ago, oldest first)"])
-    elif state.alive:
-        _print(screen, "waits", ["for nothing: the coordinator computes" if beat else f"not known: no {FILE}"])
-    _print(screen, "last error", _error(beat))
-    for note in run.notes:
-        if not (state.alive and note.startswith("metrics.jsonl is missing")):
-            _print(screen, "note", [note])
-    if not alarms:
-        _print(screen, "alarms", ["none at the newest rollout step" if run.lines else "nothing measured yet"])
-    for alarm in alarms:
-        text = [f"{alarm.message}.", alarm.reason, f"Change first: {alarm.key}"]
-        _print(screen, "alarm", [alarm.name, *text], "yellow")
+    named: dict[str, Any] = {"run": run, "beat": beat, "alive": state.alive, "alarms": alarms}
+    named |= {"file": FILE, "now": time.time()}
+    named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()]}
+    named["progress"] = _progress(run, beat, checkpoint)
+    text = text_page("megatron_dapo.cli", "status.txt.j2", local=_local_time, **named)
+    if clear:  # everything is there at once
+        screen.clear()
+    screen.print(text, emoji=False, end="")
     if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
         return state.alive or going or time.time() - beat.written < SILENT_S
     return state.alive or going
-
-
-def _print(screen: Console, label: str, lines: list[str], style: str = "") -> None:
-    for number, line in enumerate(lines):
-        screen.print(Text(f"{label if number == 0 else '':<12}") + Text(line, style if number == 0 else ""))
 
 
 def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
@@ -139,11 +122,5 @@ def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
         return [f"{text}; {kept}"]
 
 
-def _error(beat: Heartbeat | None) -> list[str]:
-    if beat is None:
-        return [f"not known: no {FILE}"]
-    if beat.error is None:
-        return ["none"]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beat.error_at or 0))
-    before = " (before this start)" if (beat.error_at or 0) < beat.started else ""
-    return [f"{when}{before}", *beat.error.splitlines()]
+def _local_time(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds or 0))

@@ -136,6 +136,7 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         device="cuda" if on_gpu else "cpu",
         dtype=config.model.dtype,
         fp32_head=config.model.upcasts_head,
+        routed_experts=config.actor.routing_replay,
         context_length=config.model.context_length,
         seed=(config.run.seed + index) % 2**32,
         log_path=logs / f"server{index}.log",

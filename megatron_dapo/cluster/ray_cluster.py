@@ -10,6 +10,7 @@ import psutil
 import ray
 import torch
 
+from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.cluster.ray_sweeper import RaySweeper, new_temp_dir
 from megatron_dapo.cluster.waits import StopRequested
 
@@ -17,6 +18,9 @@ LOCAL_OBJECT_STORE_BYTES = 256 << 20
 """A laptop's run keeps a few MB of arrays there; Ray's own default would take 30 % of the memory."""
 
 CONNECT_DEADLINE_S = 10.0
+
+RANK_BYTES = 400_000_000
+"""Less than any trainer process on the CPU takes before it holds a model."""
 
 GCS = "gcs_server"
 """Ray's process without which no actor can be called. Ray notices its loss after 60 s, and ends the whole run then."""
@@ -55,7 +59,7 @@ class Cluster:
             self.close()
             if isinstance(error, SystemExit):
                 raise StopRequested from None
-            if isinstance(error, ClusterError) or not isinstance(error, Exception):
+            if isinstance(error, ClusterError | PlacementError) or not isinstance(error, Exception):
                 raise
             raise ClusterError(f"Ray could not be {'joined' if joins_cluster() else 'started'}: {error}") from None
         finally:
@@ -69,6 +73,8 @@ class Cluster:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             return _decide(device, ray.cluster_resources().get("GPU", 0) > 0, f"the cluster at {address}")
         use_gpu = gpu_here(device)
+        if not use_gpu:
+            check_memory(processes, psutil.virtual_memory().total)
         self._sweeper = RaySweeper(new_temp_dir())
         ray.init(
             address="local",
@@ -96,6 +102,15 @@ class Cluster:
         ray.shutdown()
         if self._sweeper is not None:
             self._sweeper.close()
+
+
+def check_memory(processes: int, total: int) -> None:
+    """PlacementError if so many trainer processes cannot fit into `total` bytes of memory, whatever the model."""
+    if processes * RANK_BYTES > total:
+        raise PlacementError(
+            f"actor.layout asks for {processes} trainer processes on this machine's CPUs: each takes at least "
+            f"{RANK_BYTES / 1e9:g} GB, and there are {total / 1e9:.0f} GB; lower actor.layout"
+        )
 
 
 def _lives(process: psutil.Process) -> bool:

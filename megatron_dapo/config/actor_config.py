@@ -101,6 +101,9 @@ class ActorConfig:
     logprob_chunk_tokens: PositiveInt | None = None
     """Tokens whose logits are converted to float32 at a time. None: chosen from the device."""
 
+    routing_replay: bool = False
+    """Mixture of experts: the trainer sends each token to the experts that the servers chose (R3, arXiv 2510.11370)."""
+
     fused_linear_log_prob: bool = False
     """Log-probs in blocks of the vocabulary, without logits: saves tokens x vocabulary / TP numbers twice, costs a
     matrix product."""

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, Fraction, Text
@@ -47,7 +47,7 @@ class SourceConfig(ColumnsConfig):
     path: Text
     """As `data.path`."""
 
-    weight: PositiveFloat = 1.0
+    weight: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
     """Share of the prompts drawn from this file, against the other weights."""
 
     name: Text | None = None

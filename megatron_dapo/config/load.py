@@ -22,18 +22,20 @@ _UNREADABLE = (ValueError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads numbers as YAML 1.2 does, and dates as text.
+    """Safe YAML that reads numbers, true and false as YAML 1.2 does, and dates as text.
 
-    YAML 1.1 takes 1e-6 for a text, 010 for 8, 1:30 for 90 and an impossible date for a fault of Python's.
+    YAML 1.1 takes 1e-6 for a text, 010 for 8, 1:30 for 90, `off` for false and an impossible date for a fault of
+    Python's.
     """
 
 
-_NUMBERS = {
+_SCALARS = {
+    "bool": r"^(true|True|TRUE|false|False|FALSE)$",
     "int": r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0o[0-7_]+)$",
     "float": r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?(\d[\d_]*)\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"
     r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
 }
-_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in (*_NUMBERS, "timestamp")}
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in (*_SCALARS, "timestamp")}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -44,9 +46,9 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text that `_Loader` or a reader of YAML 1.1 would take for something else, as 1e5 and 010."""
 
 
-for _kind, _pattern in _NUMBERS.items():
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789."))
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789."))
+for _kind, _pattern in _SCALARS.items():
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789.tTfF"))
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789.tTfF"))
 
 
 PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
@@ -71,7 +73,6 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     for override in overrides:
         _override(tree, lines, override)
     of_a_run = path.with_name("ledger.jsonl").exists()
-    _unquoted_off(tree)
     if of_a_run and isinstance(tree.get("run"), dict):
         tree["run"].pop("save_batches", None)  # a key that earlier runs have stored
     _apply_preset(tree, lines)
@@ -113,14 +114,6 @@ def _entries(node: yaml.Node | None, above: KeyPath = ()) -> Iterator[tuple[KeyP
     elif isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             yield from _entries(item, (*above, str(number)))
-
-
-def _unquoted_off(tree: dict[str, Any]) -> None:
-    """YAML takes `off` without quotes for false."""
-    algorithm = tree.get("algorithm")
-    sampling = algorithm.get("dynamic_sampling") if isinstance(algorithm, dict) else None
-    if isinstance(sampling, dict) and sampling.get("filter") is False:
-        sampling["filter"] = "off"
 
 
 def _apply_preset(tree: dict[str, Any], lines: Lines) -> None:

@@ -16,7 +16,8 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
 from megatron_dapo.config.base import STRICT
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
-from reward.config import RewardConfig
+from reward.config import RewardConfig, ServiceConfig
+from reward.environment import REMOTE
 from rollout.config import RolloutConfig
 
 _OPTIONS = yaml.safe_load(Path(__file__).with_name("sglang_options.yaml").read_text(encoding="utf-8"))
@@ -26,14 +27,12 @@ REFUSED: dict[str, str] = {name: entry["reason"] for entry in _OPTIONS["refused"
 """Options with which no publish could be verified, or no server would start, and why. A dash at the end: all that begin
 so."""
 
-SMALLEST_SHARE = 1e-9
-"""Share of the prompts below which a file of a mixture is there in name only."""
-
 
 OF_TURNS: dict[str, Any] = {
     **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
     "data.observation_template": None,
     "algorithm.turn_rewards": False,
+    "reward.environment_workers": RewardConfig().environment_workers,
 }
 """Keys that only prompts with an environment read, and their defaults."""
 
@@ -130,35 +129,35 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = (config.data.max_prompt_tokens or 1) + config.longest_continuation, config.model.context_length
     if longest > given:
-        phrase = "" if rollout.thinking_end is None else " and thinking_end, at most a token a byte,"
-        phrase = " and max_observation_tokens between max_turns turns" if config.has_environments else phrase
         yield (
             f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
-            f"{rollout.longest_response}{phrase}, {longest} tokens together; raise it or lower that"
+            f"{rollout.longest_response}, with thinking_end (at most a token a byte) and the observations between "
+            f"turns where there are any, {longest} tokens together; raise it or lower that"
         )
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
-    weights = [source.weight for source in config.data.mixture]
-    for number, weight in enumerate(weights):
-        if weight / max(weights) / len(weights) < SMALLEST_SHARE:
-            yield (
-                f"data.mixture.{number}.weight = {weight:g}: against {max(weights):g} it gives less than one "
-                "prompt in 1e9; raise it or leave the file out"
-            )
     if config.evaluation.environment is not None and config.evaluation.path is None:
         yield f"evaluation.environment = {config.evaluation.environment}: no problems are held out; set evaluation.path"
-    if not config.has_environments:
-        for key, default in OF_TURNS.items():
-            if (value := attrgetter(key)(config)) != default:
-                yield f"{key} = {value}: no prompt has several turns; set data.environment too, or leave it out"
-    elif (budget := rollout.thinking_budget) is not None:
+    trained = any(each.environment is not None for each in (config.data, *config.data.mixture))
+    for key, default in OF_TURNS.items():
+        read = trained if key == "algorithm.turn_rewards" else config.has_environments
+        read &= rollout.max_turns > 1 or key not in ("rollout.max_observation_tokens", "data.observation_template")
+        if not read and (value := attrgetter(key)(config)) != default:
+            why = "no prompt has several turns where this is read"
+            yield f"{key} = {value}: {why}; set data.environment and rollout.max_turns, or leave it out"
+    if config.has_environments and (budget := rollout.thinking_budget) is not None:
         yield f"rollout.thinking_budget = {budget}: is for one answer, not for turns (data.environment); set it to null"
     if config.evaluation.every and config.evaluation.path is None:
         yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"
-    remote, step_deadline = config.reward.remote, config.run.step_deadline_s
-    if remote.url is not None and remote.deadline_s >= step_deadline:
-        yield f"reward.remote.deadline_s = {remote.deadline_s:g}: must be below run.step_deadline_s = {step_deadline:g}"
+    reward, longest_s = config.reward, config.run.step_deadline_s
+    for section, service in (("remote", reward.remote), ("remote_environment", reward.remote_environment)):
+        if service.url is not None and service.deadline_s >= longest_s:
+            at = f"reward.{section}.deadline_s = {service.deadline_s:g}"
+            yield f"{at}: must be below run.step_deadline_s = {longest_s:g}"
+    named = {each.environment for each in (config.data, *config.data.mixture, config.evaluation)}
+    if REMOTE not in named and reward.remote_environment != ServiceConfig():
+        yield "reward.remote_environment: no prompt has environment remote; set data.environment too, or leave it out"
 
 
 def _of_actor(config: Config) -> Iterator[str]:

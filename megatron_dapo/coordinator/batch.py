@@ -111,11 +111,14 @@ def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config:
     return found.flatten()
 
 
-def responses_of(groups: Sequence[ScoredGroup]) -> Responses:
-    """Prompts and responses of the groups, flat, group after group."""
+def responses_of(groups: Sequence[ScoredGroup], config: Config) -> Responses:
+    """Prompts and responses of the groups, flat, group after group; under `actor.routing_replay` with their routing."""
     everyone = [(group.prompt_ids, response.generation) for group in groups for response in group.responses]
     pairs = [(prompt, generation.token_ids) for prompt, generation in everyone]
-    return Responses.of(pairs, [generation.given for _, generation in everyone])
+    none = np.zeros((0, 0, 0), np.uint8)  # refused as too few rows
+    routing = [none if generation.routing is None else generation.routing for _, generation in everyone]
+    given = [generation.given for _, generation in everyone]
+    return Responses.of(pairs, given, routing if config.actor.routing_replay else ())
 
 
 def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
@@ -124,7 +127,7 @@ def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     rewards = torch.tensor(
         [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
     )
-    truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups)
+    truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups, config)
     lengths = torch.from_numpy(responses.response_lengths.astype(np.int64))
     return StepArrays(
         responses=responses,
@@ -214,7 +217,7 @@ class LogProbStream:
 
     def __init__(self, trainer: "Trainer", config: Config) -> None:
         """`config`: as it holds in the step."""
-        self._trainer, self._temperature = trainer, config.rollout.temperature
+        self._trainer, self._config = trainer, config
         self._chunk_size = -(-config.algorithm.prompts_per_step // CHUNKS)
         self._wait = config.run.mode == "colocated"
         """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
@@ -250,9 +253,9 @@ class LogProbStream:
         )
 
     def _send(self) -> None:
-        responses = responses_of(self._waiting[: self._chunk_size])
+        responses = responses_of(self._waiting[: self._chunk_size], self._config)
         del self._waiting[: self._chunk_size]
-        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses, self._temperature)))
+        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses, self._config.rollout.temperature)))
 
 
 class MismatchStop(RuntimeError):

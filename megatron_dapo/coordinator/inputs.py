@@ -16,6 +16,7 @@ from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.weights_and_biases import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
 from reward.registry import stated_form
+from rollout.generation import RoutingShape
 
 MOST_TRIED = 10_000
 """Ground truths that an own verifier is tried on at most."""
@@ -56,6 +57,13 @@ def read_inputs(config: Config) -> Inputs:
     prompts.order(config.run.seed)
     rules = turn_rules(config, text, (*prompts.prompts, *heldout.prompts))
     return Inputs(text=text, model=model, prompts=prompts, heldout=heldout, rules=rules)
+
+
+def routing_shape(config: Config, model: HFModelConfig) -> RoutingShape | None:
+    """What training responses ask of the servers under routing replay; None: nothing."""
+    if not config.actor.routing_replay or model.experts is None:
+        return None
+    return RoutingShape(layers=model.num_layers, top_k=model.experts.top_k, experts=model.experts.count)
 
 
 def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet]:
@@ -124,4 +132,4 @@ def _check_verifiers(config: Config, places: dict[str, str], prompts: Sequence[P
             if len(tried) < MOST_TRIED:
                 tried.append((prompt.place, prompt.text, prompt.answer))
     check_verifiers(places, config.reward, truths)
-    check_environments(dict.fromkeys(episodes, "environment"), episodes)
+    check_environments(dict.fromkeys(episodes, "environment"), config.reward, episodes)

@@ -51,7 +51,7 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
     async with LogProbStream(context.trainer, config) as stream:
         with timer.measure("handover"):
             await context.handover.to_servers()
-        context.generator.take_reward_seconds()  # those of the update before belong to no phase
+        context.generator.take_seconds()  # those of the update before belong to no phase
         with timer.measure("rollout"):
             ahead, deadline = groups_ahead(config, step), config.run.step_deadline_s
             counter = BatchCounter(context.generator, context.fleet, config.algorithm.prompts_per_step, stream.add)
@@ -59,7 +59,8 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
             admission = await context.waits.wait_for(
                 "batch of groups", "rollout servers", deadline, filling, stoppable=True, count=counter.count
             )
-        timer.move("rollout", "reward", context.generator.take_reward_seconds())
+        for phase, seconds in context.generator.take_seconds().items():
+            timer.move("rollout", phase, seconds)
         with timer.measure("handover"):
             await context.handover.to_trainer()
         with timer.measure("logprob"):

@@ -24,6 +24,7 @@ from megatron_dapo.storage.run_dir import RunDir, RunDirError
 KEPT = (
     *("run.seed", "data.order", "algorithm.group_size", "model.path"),
     *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
+    "actor.routing_replay",
     *("rollout.thinking_budget", "rollout.thinking_end", "rollout.thinking_mark"),
     *("data.environment", "data.observation_template"),
     *("rollout.max_turns", "rollout.max_observation_tokens", "rollout.turn_end"),
@@ -102,6 +103,7 @@ def manifest(config: Config, inputs: Inputs, trainer: dict[str, Any]) -> dict[st
         | {"python": platform.python_version()},
         "host": {"name": platform.node(), "system": platform.platform(), "processor": platform.processor()},
         "command": sys.argv,
+        "folder": str(Path.cwd()),
         "trainer": trainer,
         "model": {"path": config.model.path, "config": json.loads(Path(config.model.path, "config.json").read_text())},
         "data": {

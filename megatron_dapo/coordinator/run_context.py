@@ -21,7 +21,7 @@ from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
-from megatron_dapo.coordinator.inputs import Inputs
+from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler
@@ -132,7 +132,8 @@ async def start_run(run: RunBase) -> RunContext:
         drawn = SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
         return replace(drawn, thinking=thinking)
 
-    generator = GroupGenerator(responder, inputs.prompts, sampling, config.algorithm, config.run.seed)
+    drawing = sampling, config.algorithm, config.run.seed, routing_shape(config, inputs.model)
+    generator = GroupGenerator(responder, inputs.prompts, *drawing)
     stages = [stage.from_step for stage in config.rollout.stages]
     generator.restore(progress.sampler.unfinished)
     keeping: dict[str, Any] = {"holding": fleet, "unfinished": generator.unfinished}
@@ -185,6 +186,7 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
         vocab_size=run.inputs.text.vocab_size,
         report=note,
         fp32_head=config.model.upcasts_head,
+        routed_experts=config.actor.routing_replay,
         api_key=api_key(config, run_dir.path),
         observe=timeline.served,
     )

@@ -70,7 +70,8 @@ def step_metrics(
     """
     admission, gap, behind = batch.admission, batch.gap, progress.weight_version - 1 - batch.arrays.weight_versions
     tokens, trained = sum(group.tokens for group in admission.generated), batch.arrays.responses.num_response_tokens
-    writing = seconds["step"] if config.run.mode == "async" else seconds["rollout"] + seconds["reward"]
+    phases = ("step",) if config.run.mode == "async" else ("rollout", "environment", "reward")
+    writing = sum(seconds[phase] for phase in phases)
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,
         "optimizer_step": progress.optimizer_step,
@@ -138,7 +139,7 @@ def write_samples(
     drop_torn_line(path)
     with naming(path), path.open("a", encoding="utf-8") as file:
         for group, response in (*first, *disputed[:count]):
-            prompt = prompts[group.prompt_index]
+            prompt, judge = prompts[group.prompt_index], "environment" if response.by_environment else "verifier"
             line = {
                 "rollout_step": rollout_step,
                 "prompt": group.position,
@@ -148,6 +149,7 @@ def write_samples(
                 "prompt_text": prompt.text,
                 "answer": prompt.answer,
                 "verifier": prompt.verifier,
+                **({"environment": prompt.environment, "judged_by": judge} if prompt.environment else {}),
                 "response": response.text,
                 **({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {}),
                 "accuracy": response.accuracy,

@@ -83,27 +83,21 @@ def local_path(path: str, setting: str) -> str:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{setting} = {path}: the download took over {DOWNLOAD_S} s; start again to go on") from None
     if done.returncode or not done.stdout.strip():
-        by_hand = _by_hand(address["name"], kind, setting)
-        raise ConfigError(f"{setting} = {path}: not in the cache, and the hub did not give it (why: above){by_hand}")
+        folder = f"{kind}s/{Path(address['name']).name}"
+        by_hand = f"hf download {address['name']} --repo-type {kind} --local-dir {folder}"
+        raise ConfigError(
+            f"{setting} = {path}: not in the cache, and the hub did not give it (why: above); without a network here, "
+            f"run `{by_hand}` elsewhere, copy that folder and set {setting}={folder}"
+        )
     return str(Path(done.stdout.strip(), address["file"] or ""))
-
-
-def download_hint(path: str | Path, kind: str, setting: str) -> str:
-    """The end of a message that `path` is not there: how to get what has this name on the hub. Empty if none can."""
-    name = r"(?!(?:models|datasets|data|runs)/)\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)"
-    if not re.fullmatch(name, str(path)):
-        return ""
-    address = f"hf://{'datasets/' if kind == 'dataset' else ''}{path}"
-    return f"; for a {kind} of the Hugging Face hub set {setting}={address}{_by_hand(str(path), kind, setting)}"
 
 
 def model_hint(folder: Path) -> str:
     """What to do where `folder` holds no model."""
-    here = "" if folder.is_absolute() else f" (relative paths begin at {Path.cwd()})"
-    return f"give the folder of a model in Hugging Face format{here}{download_hint(folder, 'model', 'model.path')}"
+    named = "or hf://OWNER/NAME of the Hugging Face hub"
+    return f"give the folder of a model in Hugging Face format{begins(folder)}, {named}"
 
 
-def _by_hand(name: str, kind: str, setting: str) -> str:
-    target, option = f"{kind}s/{Path(name).name}", "--repo-type dataset " if kind == "dataset" else ""
-    command = f"hf download {name} {option}--local-dir {target}"
-    return f"; without a network here, run `{command}` elsewhere, copy that folder and set {setting}={target}"
+def begins(path: Path) -> str:
+    """Of a relative path, where it begins."""
+    return "" if path.is_absolute() else f" (relative paths begin at {Path.cwd()})"

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.hub import download_hint
+from megatron_dapo.data.hub import begins
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _NAMED = ".jsonl, .json, .csv or .parquet"
+REMEDIES = {
+    ".csv": "save it as UTF-8 CSV with commas",
+    ".json": "write an array of objects, or one object a line",
+}
 
 
 class DataError(ValueError):
@@ -26,20 +30,20 @@ def check_file(path: Path, setting: str) -> list[Path]:
         path: a file, a pattern such as `train-*.parquet`, or the folder of a dataset saved by `save_to_disk`.
 
     Raises:
-        DataError: one is missing, unreadable, empty or of an unknown kind; the folder is no such dataset.
+        DataError: one is missing, unreadable or of an unknown kind; the folder is no such dataset.
     """
     shards = [] if path.exists() else sorted(path.parent.glob(path.name))
     files = _dataset(path, setting) if path.is_dir() else shards or [path]
     for file in files:
         if not file.is_file():
-            fetch = download_hint(file, "dataset", setting)
-            raise DataError(f"{file}: no such prompt file; set {setting} to a {_NAMED} file or a dataset{fetch}")
+            raise DataError(
+                f"{file}: no such prompt file{begins(file)}; set {setting} to a {_NAMED} file, a dataset's folder, or "
+                "hf://datasets/OWNER/NAME/FILE of the Hugging Face hub"
+            )
         if not os.access(file, os.R_OK):
             raise DataError(f"{file}: this user may not read it; change its permissions or name another file")
         if file.suffix not in KINDS:
             raise DataError(f"{file}: unknown kind {file.suffix!r}; use {_NAMED}")
-        if file.stat().st_size == 0:
-            raise DataError(f"{file}: no usable prompt, the file is empty")
     return files
 
 
@@ -70,58 +74,44 @@ def raw_rows(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
         DataError: as `check_file`, or damaged.
     """
     for file in check_file(path, setting):
-        if file.suffix in (".parquet", ".arrow"):
-            yield from _arrow_rows(file)
-        elif file.suffix == ".csv":
-            yield from _csv_rows(file)
-        elif file.suffix == ".json" and _is_array(file):
-            yield from _array_rows(file)
-        else:
-            with file.open("rb") as lines:
-                yield from ((f"{file}:{at}", line) for at, line in enumerate(lines, start=1) if line.strip())
+        at, lines = 0, file.suffix in (".jsonl", ".json") and not _is_array(file)
+        try:
+            for at, row in enumerate(_rows(file), start=1):
+                if not lines or row.strip():
+                    yield f"{file}:{at}" if lines else f"{file}: row {at}", row
+        except Exception as error:  # csv, json and pyarrow raise anything for a damaged file
+            remedy = REMEDIES.get(file.suffix, "get the file anew")
+            raise DataError(f"{file}: damaged after row {at} ({error}); {remedy}") from None
 
 
-def _arrow_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    from pyarrow import ArrowException, ipc, memory_map, parquet
-
-    at = 0
-    try:
-        if file.suffix == ".parquet":
-            batches = parquet.ParquetFile(file).iter_batches()
-        elif file.open("rb").read(6) == b"ARROW1":  # the file format; `datasets` writes the stream format
-            reader = ipc.open_file(memory_map(str(file)))
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            batches = ipc.open_stream(memory_map(str(file)))
-        for batch in batches:
-            for row in batch.to_pylist():
-                at += 1
-                yield f"{file}: row {at}", row
-    except (ArrowException, OSError) as error:  # a damaged page is an OSError
-        raise DataError(f"{file}: damaged after row {at} ({error}); get the file anew") from None
-
-
-def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """An empty cell is None, as in the other kinds; a row with more cells than the header has is no object."""
-    csv.field_size_limit(1 << 30)
-    at = 0
-    try:
+def _rows(file: Path) -> Iterator[Any]:
+    if file.suffix == ".csv":
+        csv.field_size_limit(1 << 30)
         with file.open(encoding="utf-8-sig", newline="") as text:
-            for at, row in enumerate(csv.DictReader(text, strict=True), start=1):
-                cells: Any = row[None] if None in row else {name: cell or None for name, cell in row.items()}
-                yield f"{file}: row {at}", cells
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: damaged after row {at} ({error}); save it as UTF-8 CSV with commas") from None
+            for row in csv.DictReader(text, strict=True):
+                # An empty cell is None, as in the other kinds; a row with more cells than the header is no object.
+                yield row[None] if None in row else {name: cell or None for name, cell in row.items()}
+    elif file.suffix in (".parquet", ".arrow"):
+        for batch in _batches(file):
+            yield from batch.to_pylist()
+    elif _is_array(file):
+        yield from json.loads(file.read_bytes().decode("utf-8-sig"))
+    else:
+        with file.open("rb") as lines:
+            yield from lines
+
+
+def _batches(file: Path) -> Iterator[Any]:
+    from pyarrow import ipc, memory_map, parquet
+
+    if file.suffix == ".parquet":
+        return parquet.ParquetFile(file).iter_batches()
+    if file.open("rb").read(6) != b"ARROW1":  # the file format; `datasets` writes the stream format
+        return ipc.open_stream(memory_map(str(file)))
+    reader = ipc.open_file(memory_map(str(file)))
+    return map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _is_array(file: Path) -> bool:
     with file.open("rb") as content:
-        return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _array_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = json.loads(file.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not valid JSON ({error}); write an array of objects, or one object a line") from None
-    yield from ((f"{file}: row {at}", row) for at, row in enumerate(rows, start=1))
+        return file.suffix == ".json" and content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["

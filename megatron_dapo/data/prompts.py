@@ -17,7 +17,7 @@ from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
 from reward.named import load_named
-from reward.registry import find_named_by_data, stated_form
+from reward.registry import find_named_by_data, stated_form, weighted
 from reward.verdict import VerifierError
 
 PROBED = 1000
@@ -84,17 +84,16 @@ class PromptSet:
         try:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
             found = [order.index_at(position) for position in range(PROBED)]
-            asked_again = [other.index_at(position) for position in reversed(range(PROBED))][::-1]
-        except ImportError as error:
-            raise ConfigError(f"data.order = {name}: {error}") from None
+            if found != [other.index_at(position) for position in reversed(range(PROBED))][::-1]:
+                raise ValueError(
+                    "a position has another prompt when it is asked again; index_at must depend on it alone"
+                )
+            if not all(isinstance(one, int) and 0 <= one < len(self.prompts) for one in found):
+                raise ValueError(
+                    f"index_at must give indices of the {len(self.prompts)} prompts; the first: {found[:9]}"
+                )
         except Exception as error:  # a user's code may fail in any way
             raise ConfigError(f"data.order = {name}: {type(error).__name__}: {error}") from error
-        for position, (one, again) in enumerate(zip(found, asked_again, strict=True)):
-            if not isinstance(one, int) or one != again or not 0 <= one < len(self.prompts):
-                raise ConfigError(
-                    f"data.order = {name}: position {position} has prompt {one}, asked again {again}, of "
-                    f"{len(self.prompts)}; index_at must depend on the position, the prompts and the seed alone"
-                )
         return order
 
     def summary(self) -> str:
@@ -131,12 +130,15 @@ class VerifierChoice:
             verifier = find_named_by_data(name, self._named)
         except VerifierError as error:
             raise ConfigError(f"{place} ({file.columns.verifier_key}): {error}") from None
+        hint = "; if the environment ends every episode itself, the verifier may be none" if file.environment else ""
+        if not file.environment and any(part == "none" for _, part in weighted(name)):
+            raise ConfigError(f"{place}: verifier none is for prompts with an environment that judges; set that too")
         if row.structured and verifier.fast:
-            raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text")
+            raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text{hint}")
         try:
             check_ground_truth(name, row.answer)
         except VerifierError as error:
-            raise DataError(f"{place}: {error}") from None
+            raise DataError(f"{place}: {error}{hint}") from None
         return name
 
     def unread_sources(self) -> str | None:

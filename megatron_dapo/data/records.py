@@ -67,35 +67,24 @@ SCHEMAS: dict[Schema, Columns] = {
 
 def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
     """The file of `data.path`, or those of `data.mixture` in their order."""
-    columns = resolve(data, SCHEMAS[data.schema])
     if data.path is not None:
-        return (replace(_file(data.path, "data.path", columns), environment=data.environment),)
+        return (_file(data, data.path, "data.path", data),)
+    files = [(_file(data, each.path, f"data.mixture.{at}", each), each) for at, each in enumerate(data.mixture)]
     return tuple(
-        replace(
-            _file(each.path, f"data.mixture.{number}", _columns(each, columns), each.name),
-            weight=each.weight,
-            verifier=each.verifier,
-            environment=each.environment or data.environment,
-        )
-        for number, each in enumerate(data.mixture)
+        replace(file, name=each.name or file.name, weight=each.weight, verifier=each.verifier) for file, each in files
     )
 
 
 def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:
     """The file of `evaluation.path`, alone; none where it is not set."""
-    columns = _columns(evaluation, resolve(data, SCHEMAS[data.schema]))
-    if evaluation.path is None:
-        return ()
-    environment = evaluation.environment or data.environment
-    return (replace(_file(evaluation.path, "evaluation.path", columns), environment=environment),)
+    return () if evaluation.path is None else (_file(data, evaluation.path, "evaluation.path", evaluation),)
 
 
-def _columns(config: SourceConfig | EvaluationConfig, below: Columns) -> Columns:
-    return resolve(config, SCHEMAS[config.schema] if config.schema else below)
-
-
-def _file(path: str, setting: str, columns: Columns, name: str | None = None) -> PromptFile:
-    return PromptFile(path=Path(path), setting=setting, columns=columns, name=name or Path(path).stem)
+def _file(data: DataConfig, path: str, setting: str, own: DataConfig | SourceConfig | EvaluationConfig) -> PromptFile:
+    """`own`: the keys of this file; what they leave open is as `data` says."""
+    columns = resolve(own, SCHEMAS[own.schema] if own.schema else resolve(data, SCHEMAS[data.schema]))
+    environment, name = own.environment or data.environment, Path(path).stem
+    return PromptFile(path=Path(path), setting=setting, columns=columns, name=name, environment=environment)
 
 
 def resolve(config: ColumnsConfig, below: Columns) -> Columns:
@@ -197,13 +186,12 @@ def _column(record: Any, key: str) -> Any:
 def _check_columns(record: Any, file: PromptFile, place: str) -> None:
     section, missing = file.setting.removesuffix(".path"), []
     for name in ("prompt_key", "answer_key", "source_key", "verifier_key"):
-        at, key = record, getattr(file.columns, name)
-        for part in key.split(".") if key else ():
-            if not isinstance(at, dict) or part not in at:
-                there = nearest(part, at if isinstance(at, dict) else ())
-                missing.append(f"no column {key!r} ({section}.{name}); {there}")
-                break
-            at = at[part]
+        key = getattr(file.columns, name)
+        try:
+            if key is not None:
+                _column(record, key)
+        except (KeyError, TypeError):
+            missing.append(f"no column {key!r} ({section}.{name}); {nearest(key, record)}")
     if missing:
         raise DataError(f"{place}: {'; '.join(missing)}")
 

@@ -59,6 +59,20 @@ class TextTools:
         """Turns responses into text."""
         return decoder_of(self.tokenizer)
 
+    def ids_behind(self, said: str) -> list[int]:
+        """Ids of a text that goes on behind tokens: without the space that SentencePiece puts before a first word."""
+        behind = self._ids("\n" + said) if self._seam else []
+        return behind[len(self._seam) :] if behind and behind[: len(self._seam)] == self._seam else self._ids(said)
+
+    def _ids(self, said: str) -> list[int]:
+        return list(self.tokenizer.encode(said, add_special_tokens=False))
+
+    @cached_property
+    def _seam(self) -> list[int]:
+        """Ids of a line break, which stay as they are, where a first word gets a space; else none."""
+        seam = self._ids("\n")
+        return seam if self._ids("\na") != seam + self._ids("a") else []
+
 
 def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = None) -> TextTools:
     """Tokenizer, stop ids and vocabulary size of a model folder.
@@ -246,10 +260,7 @@ class ByteLevelDecoder:
         Ids outside the vocabulary have no text; bytes that are no UTF-8 become U+FFFD, as the tokenizer does it.
         """
         table = self._plain if skip_special_tokens else self._all
-        try:
-            taken = table.take(pyarrow.array(token_ids))
-        except IndexError:
-            taken = table.take(pyarrow.array(token_ids[token_ids < len(table)]))
+        taken = table.take(pyarrow.array(token_ids[token_ids < len(table)]))
         _, _, joined = taken.buffers()  # the bytes of all rows, without gaps
         return str(joined, "utf-8", "replace")
 
@@ -263,16 +274,12 @@ def decoder_of(tokenizer: Any) -> Decoder:
     if (described["decoder"] or {}).get("type") != "ByteLevel":
         return tokenizer
     alphabet = _alphabet()
-    table = {number: _bytes(text, alphabet) for text, number in backend.get_vocab(with_added_tokens=True).items()}
+    # A token with a character outside the alphabet was added as text and stands for itself.
+    table = {
+        number: bytes(map(alphabet.__getitem__, text)) if set(text) <= alphabet.keys() else text.encode()
+        for text, number in backend.get_vocab(with_added_tokens=True).items()
+    }
     return ByteLevelDecoder(table, frozenset(each["id"] for each in described["added_tokens"] if each["special"]))
-
-
-def _bytes(token: str, alphabet: dict[str, int]) -> bytes:
-    """A token with a character outside the alphabet was added as text and stands for itself."""
-    try:
-        return bytes(alphabet[character] for character in token)
-    except KeyError:
-        return token.encode()
 
 
 def _alphabet() -> dict[str, int]:

@@ -109,6 +109,9 @@ def measure_layouts(
         reference = ActorJob(config=replace(config, actor=actor, model=model), deadline_s=deadline_s)
         prompts = random_responses(count=responses, longest=longest, vocabulary=hf.vocab_size, seed=seed)
         drawn = ranks.run(1, sampled_responses, reference.config, prompts, timeout_s=deadline_s)[0]
+        if config.actor.routing_replay and hf.experts is not None:  # experts that no router would choose
+            scores = np.random.default_rng([seed, 3]).random((drawn.token_ids.size, hf.num_layers, hf.experts.count))
+            drawn = replace(drawn, routing=scores.argsort(-1)[..., : hf.experts.top_k].astype(np.uint8))
         one_rank = packing(reference.config, drawn)
         current = reference.run(ranks, MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
         # Two responses to a micro-batch or so: then verl_legacy differs from the other aggregations.

@@ -49,8 +49,8 @@ async def local_fleet(
     gpus = visible_gpus(torch.cuda.device_count()) if local_device(config) == "cuda" else ()
     engines = own_engines(config, folder / "logs", gpus=gpus)
     key = api_key(config, folder)
-    head = config.model.upcasts_head
-    fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key, fp32_head=head)
+    wanted: dict[str, Any] = {"fp32_head": config.model.upcasts_head, "routed_experts": config.actor.routing_replay}
+    fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key, **wanted)
     deadline = config.run.start_deadline_s
     try:
         await waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), stoppable=True)
@@ -73,12 +73,6 @@ class ActorJob:
     """Its layout says how many processes; every call starts the actor anew."""
     deadline_s: float
     """Seconds of each call."""
-    checkpoint: Path | None = None
-    """Loaded before the call."""
-    keep_reference: bool = False
-    """As in MegatronActor."""
-    reference: Path | None = None
-    """Weights that become the reference before the call. None: the model's."""
 
     def run(self, ranks: RankPool, function: Callable[..., Any], *args: Any) -> Any:
         """What `function(actor, *args)` returns on rank 0; every rank makes the call.
@@ -103,10 +97,5 @@ def _on_rank(place: RankPlace, job: ActorJob, function: Callable[..., Any], args
         steps_per_rollout=config.algorithm.mini_batches_per_step,
         seed=config.run.seed,
         timeout_s=job.deadline_s,
-        keep_reference=job.keep_reference,
     )
-    if job.reference is not None:
-        actor.load_reference(job.reference)
-    if job.checkpoint is not None:
-        actor.load_checkpoint(job.checkpoint)
     return function(actor, *args)

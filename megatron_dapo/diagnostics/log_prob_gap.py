@@ -13,6 +13,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from megatron_dapo.actor.step_data import LogProbs, Responses
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.coordinator.inputs import routing_shape
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, packing, with_own_servers
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from rollout.generation import GenerationRequest, SamplingParams
@@ -96,9 +98,10 @@ async def _by_engine(
     config, waits = with_own_servers(config, Path(config.model.path)), Waits()
     run = replace(config.run, start_deadline_s=deadline)
     config = replace(config, run=run, rollout=replace(config.rollout, servers=1, deterministic=False))
-    vocabulary = HFModelConfig.load(Path(config.model.path)).vocab_size
+    model = HFModelConfig.load(Path(config.model.path))
+    vocabulary, ask = model.vocab_size, partial(GenerationRequest, routing=routing_shape(config, model))
     asked = [
-        GenerationRequest(request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=sampling, seed=at)
+        ask(request_id=f"bisect-{at}.", group_id=str(at), prompt_ids=ids, sampling=sampling, seed=at)
         for at, ids in enumerate(prompts)
     ]
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder:
@@ -111,7 +114,8 @@ async def _by_engine(
             each = [score(f"bisect-score-{at}.", ids, prompts[at].size) for at, ids in enumerate(whole)]
             scored = await waits.wait_for("bisect scores", "rollout server", deadline, asyncio.gather(*each))
     decoded = np.concatenate([generation.log_probs for generation in drawn])
-    return Responses.of(pairs), {DECODE: decoded, PREFILL: np.concatenate(scored)}
+    routing = [generation.routing for generation in drawn if generation.routing is not None]
+    return Responses.of(pairs, routing=routing), {DECODE: decoded, PREFILL: np.concatenate(scored)}
 
 
 def _by_reference(folder: Path, responses: Responses) -> np.ndarray:

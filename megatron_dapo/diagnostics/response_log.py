@@ -37,11 +37,6 @@ class ResponseLog:
         self._file.flush()
         self.known[key] = answer
 
-    def set_aside(self, ending: str) -> Path:
-        """Rename the file: what it holds is of no use to this evaluation. Returns where it is now."""
-        path = Path(self._file.name)
-        return path.rename(f"{path}.{ending}")
-
 
 @contextmanager
 def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
@@ -71,24 +66,15 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
         lock.release()
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
-    """What decided the responses in the folder of an evaluation; None where none was begun.
-
-    Raises:
-        EvaluationError: the file is damaged.
-    """
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     path = folder / SETTINGS
+    if not path.exists():
+        replace_file(path, json.dumps(settings, indent=2) + "\n")
+        return
     try:
-        return dict(json.loads(path.read_bytes())) if path.exists() else None
+        before = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
-
-
-def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    before = read_settings(folder)
-    if before is None:
-        replace_file(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
-        return
     for key, now in json.loads(json.dumps(settings)).items():
         if before.get(key) != now:
             raise EvaluationError(

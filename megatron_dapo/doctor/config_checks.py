@@ -12,14 +12,12 @@ import psutil
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.doctor.probing import Facts, Finding, failed, needed_gpus, passed, run, warning
-from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
+from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, batch_responses, host_memory, routing_bytes
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration
 from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
 
 _OPTIMIZER_BYTES = 12
-_CPU_PROCESS_BYTES = 1.6e9
-"""On CPUs a trainer rank takes 0.4 to 0.6 GB, a server's three processes 1.4 to 2.0 GB."""
 
 _DRY_RUN_TOKENS = 32
 _LAST_LINES = 6
@@ -28,6 +26,9 @@ _LAST_LINES = 6
 def check_run_dir(facts: Facts) -> Iterator[Finding]:
     """Raise RunDirError for a directory that `train` refuses."""
     folder = Path(facts.given.run.dir)
+    if has_run(folder) and not facts.given.run.resume:  # as after any run: the machine can still train
+        yield warning(f"{folder} holds a run", "run.resume=true continues it; a new one needs another run.dir")
+        return
     if not facts.given.run.resume:
         refuse_what_is_there(folder)
     yield passed(f"{folder} {'goes on' if has_run(folder) else 'is free'}")
@@ -71,7 +72,14 @@ def bytes_on_disk(config: Config, hf: HFModelConfig) -> float:
     parameters, size = model_parameters(hf), DTYPE_BYTES[config.model.dtype]
     versions = 3 if config.run.export_at_end else 2
     checkpoints = config.run.keep_checkpoints + 1
-    return parameters * (versions * size + checkpoints * (size + _OPTIMIZER_BYTES))
+    # Groups that a checkpoint carries, at most about a batch.
+    carried = routing_of_batch(config, hf) if config.algorithm.dynamic_sampling.max_staleness else 0
+    return parameters * (versions * size + checkpoints * (size + _OPTIMIZER_BYTES)) + checkpoints * carried
+
+
+def routing_of_batch(config: Config, hf: HFModelConfig) -> float:
+    """Bytes of the experts of a batch's tokens, at most; 0 without `actor.routing_replay`."""
+    return batch_responses(config) * config.model.context_length * routing_bytes(config, hf)
 
 
 def check_disk(facts: Facts) -> Iterator[Finding]:
@@ -93,12 +101,10 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
         yield passed(room)
 
 
-def needed_host_memory(config: Config, hf: HFModelConfig, *, processes: int, on_gpu: bool) -> float:
-    """Bytes of a machine that `processes` of trainer and servers run on."""
+def needed_host_memory(config: Config, hf: HFModelConfig, processes: int) -> float:
+    """Bytes of a machine on whose GPUs `processes` of trainer and servers run."""
     parts = host_memory(Scenario(config, hf, load_calibration()), float(config.model.context_length))
     needed = sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
-    if not on_gpu:  # weights, gradients, master weights, moments, and the server's
-        return needed + processes * (_CPU_PROCESS_BYTES + model_parameters(hf) * 20)
     layout = config.actor.layout
     first = min(processes, layout.tensor * layout.pipeline)  # data-parallel ranks; they write what all hold
     writing = min(processes, layout.world_size) if config.actor.optimizer.distributed else first
@@ -107,14 +113,16 @@ def needed_host_memory(config: Config, hf: HFModelConfig, *, processes: int, on_
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """What the processes of this machine need against what it can give."""
-    config = facts.given
-    if facts.elsewhere and not facts.gpus:
-        yield passed("not looked at: the processes are to run on other machines")
+    """What the processes of this machine need, by the plan, against what it can give."""
+    if not facts.gpus:
+        yield passed("not looked at: the plan knows machines with GPUs only")
         return
-    hf, available = HFModelConfig.load(Path(config.model.path)), psutil.virtual_memory().available
-    processes = min(needed_gpus(config), len(facts.gpus) or sys.maxsize)
-    needed = needed_host_memory(config, hf, processes=processes, on_gpu=bool(facts.gpus))
+    config, available = facts.given, psutil.virtual_memory().available
+    hf = HFModelConfig.load(Path(config.model.path))
+    processes = min(needed_gpus(config), len(facts.gpus))
+    needed = needed_host_memory(config, hf, processes)
+    if routing := routing_of_batch(config, hf):
+        yield passed(f"routing: {routing_bytes(config, hf)} bytes a token, at most {routing / 1e9:.1f} GB a batch")
     shown = f"{available / 1e9:.1f} GB available, about {needed / 1e9:.1f} GB planned for {processes} processes"
     if needed > available:
         yield warning(shown, "run fewer processes on this machine, or free some memory")

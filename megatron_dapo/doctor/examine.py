@@ -1,8 +1,10 @@
 """The table of checks, in the order in which they are printed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from megatron_dapo.doctor import config_checks, gpu_checks, machine_checks
+from megatron_dapo.doctor import config_checks as config
+from megatron_dapo.doctor import gpu_checks as gpu
+from megatron_dapo.doctor import machine_checks as machine
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 from megatron_dapo.storage.run_dir import RunDirError
 from rollout.errors import ServerStartError
@@ -10,26 +12,17 @@ from rollout.errors import ServerStartError
 _SAID = (ValueError, RunDirError, ServerStartError, OSError, ImportError)
 """Errors whose message says what is wrong and what to do: those of config, model and data are ValueErrors."""
 
-ANYWHERE = {
-    "versions": machine_checks.check_versions,
-    "GPUs": gpu_checks.check_gpus,
-    "limits": machine_checks.check_limits,
-}
-ON_GPUS = {
-    "torch": gpu_checks.check_torch,
-    "imports": gpu_checks.check_imports,
-    "compilers": gpu_checks.check_compilers,
-    "network": machine_checks.check_network,
-    "InfiniBand": machine_checks.check_infiniband,
-}
-OF_A_CONFIG = {
-    "ports": machine_checks.check_ports,
-    "run directory": config_checks.check_run_dir,
-    "model": config_checks.check_model,
-    "disk": config_checks.check_disk,
-    "host memory": config_checks.check_host_memory,
-    "layout, tokenizer and data": config_checks.check_inputs,
-}
+
+def _named(*checks: Callable[[Facts], Iterator[Finding]]) -> dict[str, Callable[[Facts], Iterator[Finding]]]:
+    return {check.__name__.removeprefix("check_").replace("_", " "): check for check in checks}
+
+
+ANYWHERE = _named(machine.check_versions, gpu.check_gpus, machine.check_limits)
+ON_GPUS = _named(
+    gpu.check_torch, gpu.check_imports, gpu.check_compilers, machine.check_network, machine.check_infiniband
+)
+OF_A_CONFIG = _named(machine.check_ports, config.check_run_dir, config.check_model)
+OF_A_CONFIG |= _named(config.check_disk, config.check_host_memory, config.check_inputs)
 
 
 def examine(facts: Facts) -> Iterator[tuple[str, Finding]]:

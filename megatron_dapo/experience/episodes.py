@@ -10,6 +10,7 @@ from megatron_dapo.experience.groups import EarlierTurn, ScoredResponse
 from megatron_dapo.experience.observations import Rules
 from reward.environment import MESSAGE_LIMIT, End, Episode, Observation, Stepped, Turn
 from reward.verdict import EXTRACTED_LIMIT, Verdict
+from rollout.config import CONTEXT_RESERVE
 from rollout.generation import FinishReason, Generation, GenerationRequest, nothing_drawn
 
 UNENDED = "no end"
@@ -73,7 +74,10 @@ class Play:
     def last(self) -> bool:
         """Whether no turn can follow the newest one."""
         cut = self.done.finish_reason is FinishReason.LENGTH or self.done.drawn >= self.left
-        return cut or self.rules is None or len(self.earlier) + 1 >= self.rules.max_turns
+        if cut or self.rules is None or len(self.earlier) + 1 >= self.rules.max_turns:
+            return True
+        there = self.request.prompt_ids.size + self.done.token_ids.size
+        return there + self.rules.max_tokens > self.rules.context - CONTEXT_RESERVE
 
     def generation(self, newest: Generation) -> Generation:
         """All turns, with what is known of the newest one."""
@@ -115,6 +119,8 @@ class Play:
     def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""
         turn, whole = len(self.earlier), self.whole
+        if begun is None and self.before is not None and self.before.routing is not None:
+            begun = replace(nothing_drawn(""), routing=self.before.routing)  # rows of what is the turn's prompt
         self.request = replace(
             whole,
             request_id=f"{whole.request_id.removesuffix('.')}-t{turn}.",

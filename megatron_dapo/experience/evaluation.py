@@ -281,6 +281,7 @@ def write_results(
 def _problem_json(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
     """One problem with its n answers; lists in the order of the samples."""
     about = {"problem": problem_id(prompt), "place": prompt.place, "answer": prompt.answer}
+    about |= {"environment": prompt.environment} if prompt.environment else {}
     fields = ("correct", "extracted", "tokens", "truncated")
     lists = {field: [getattr(answer, field) for answer in answers] for field in fields}
     return about | lists | {"errors": [answer.error for answer in answers]}

@@ -23,7 +23,7 @@ from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams, nothing_drawn
+from rollout.generation import FinishReason, Generation, GenerationRequest, RoutingShape, SamplingParams, nothing_drawn
 
 T = TypeVar("T")
 Generate = Callable[[str, GenerationRequest], Awaitable[Generation]]
@@ -151,9 +151,17 @@ class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptSet, sampling: SamplingAt, algorithm: AlgorithmConfig, seed: int
+        self,
+        responder: Responder,
+        prompts: PromptSet,
+        sampling: SamplingAt,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        routing: RoutingShape | None = None,
     ) -> None:
+        """`routing`: of the model, where responses are to come with the experts of their tokens."""
         self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
+        self._routing = routing
         self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
         self._writing: dict[int, Sequence[Play]] = {}
@@ -180,8 +188,8 @@ class GroupGenerator:
         plays = [Play.of(prompt, request, rules, drawn) for request, drawn in zip(asked, begun, strict=True)]
         self._writing[position] = plays
         try:
-            with self._clock.measure("writing"):
-                await gather_or_cancel(self._responder.play(place, play) for play in plays)
+            with self._clock.measure("playing" if prompt.environment else "writing"):
+                await gather_or_cancel(self._responder.play(place, play, self._turn) for play in plays)
             with self._clock.measure("judging"):
                 responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
         finally:
@@ -216,9 +224,14 @@ class GroupGenerator:
             responses=tuple(unjudged(all_, play.earlier, play.state) for all_, play in zip(drawn, plays, strict=True)),
         )
 
-    def take_reward_seconds(self) -> float:
-        """Seconds, since the last call, in which verdicts were awaited and no response was being written."""
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds, since the last call, in which no response was being written: `environment`, of which at least one
+        was awaited; `reward`, verdicts alone."""
         return self._clock.take()
+
+    async def _turn(self, place: str, request: GenerationRequest) -> Generation:
+        with self._clock.measure("writing"):
+            return await self._responder.generate(place, request)
 
     def _request(self, prompt: Prompt, position: int, weight_version: int, sample: int) -> GenerationRequest:
         return GenerationRequest(
@@ -229,6 +242,7 @@ class GroupGenerator:
             seed=response_seed(self._seed, position, sample),
             priority=position,  # the batch waits for the earliest first
             holdable=True,
+            routing=self._routing,
         )
 
     async def _judge(
@@ -257,6 +271,7 @@ class GroupGenerator:
                 reward_raw=float(raw[at]),
                 reward_shaped=shaped[at],
                 other_accuracy=other_accuracy(request) if plays[at].verdict is None else None,
+                by_environment=plays[at].verdict is not None,
                 earlier=tuple(plays[at].earlier),
             )
             for at, request in enumerate(requests)
@@ -285,15 +300,16 @@ class BatchCounter:
 
 
 class RewardClock:
-    """Adds up the time in which only verdicts are awaited."""
+    """Adds up the time in which no response is being written, by what is awaited."""
 
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()
         self._since = time.monotonic()
-        self._seconds = 0.0
+        self._seconds = {"environment": 0.0, "reward": 0.0}
 
     @contextmanager
-    def measure(self, what: Literal["writing", "judging"]) -> Iterator[None]:
+    def measure(self, what: Literal["writing", "playing", "judging"]) -> Iterator[None]:
+        """`playing`: a group of episodes that are not all over, of which those that are `writing` count too."""
         self._add()
         self._under_way[what] += 1
         try:
@@ -302,14 +318,14 @@ class RewardClock:
             self._add()
             self._under_way[what] -= 1
 
-    def take(self) -> float:
+    def take(self) -> dict[str, float]:
         """Seconds since the last call."""
         self._add()
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return seconds
 
     def _add(self) -> None:
-        now = time.monotonic()
-        if self._under_way["judging"] and not self._under_way["writing"]:
-            self._seconds += now - self._since
+        now, busy = time.monotonic(), self._under_way
+        if not busy["writing"] and (busy["playing"] or busy["judging"]):
+            self._seconds["environment" if busy["playing"] else "reward"] += now - self._since
         self._since = now

@@ -41,6 +41,8 @@ class ScoredResponse:
     other_accuracy: bool | None = None
     """For mathematics, what the other rule says: `exact` of what `robust` judged, or the reverse. Only watched."""
 
+    by_environment: bool = False
+    """Whether the verdict is the environment's, not the verifier's."""
     earlier: tuple[EarlierTurn, ...] = ()
     """Turns before the newest one, in order; each has a run of `generation.given` behind it."""
     state: Any = None

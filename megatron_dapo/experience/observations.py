@@ -14,8 +14,8 @@ from megatron_dapo.data.tokenizer import TextTools
 from reward.environment import Observation, shortened
 
 ROLES = ("user", "tool")
-CHARACTERS_A_TOKEN = 16
-"""Characters of an observation that are read, for each token it may have."""
+FLOOD, KEPT = 8, 4
+"""Characters a token above which an observation is too long, and those of it that the tokenizer is then given."""
 SMALLEST_ROOM = 16
 """Tokens that must be left for an observation."""
 ELLIPSIS = "..."
@@ -38,6 +38,8 @@ class TurnRules:
     """(whether the prompt went through the chat template, role) -> the text before an observation, from the end of the
     model's turn on, and the text behind it."""
     text: TextTools
+    context: int
+    """Tokens that a server holds of an episode, its prompt included."""
 
     def fit(self, seen: Observation, chat: bool, last: int) -> tuple[str, list[int]]:
         """The observation's text, shortened if it must be, and the ids that are given between the turns, at least one.
@@ -47,10 +49,10 @@ class TurnRules:
             last: token that the model drew last; an end of turn is not given again.
         """
         (before, after), text = self.between[chat, seen.role], seen.text
-        room = CHARACTERS_A_TOKEN * self.max_tokens
+        room = (KEPT if len(text) > FLOOD * self.max_tokens else FLOOD) * self.max_tokens
         while True:
             said = shortened(text, room)
-            ids = encoded(self.text, before + said + after)
+            ids = self.text.ids_behind(before + said + after)
             if len(ids) > 1 and ids[0] == last and last in (*self.text.stop_token_ids, *self.end_ids):
                 ids = ids[1:]
             if 0 < len(ids) <= self.max_tokens:
@@ -68,25 +70,23 @@ def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Ru
     chats, rollout = {prompt.chat for prompt in prompts if prompt.environment is not None}, config.rollout
     if not chats:
         return None
-    end_ids = [encoded(text, mark) for mark in rollout.turn_end]
+    end_ids = [text.ids_behind(mark) for mark in rollout.turn_end]
     for mark, ids in zip(rollout.turn_end, end_ids, strict=True):
         if len(ids) != 1:
             raise ConfigError(f"rollout.turn_end = {mark!r}: it must be one token of the model's, and is {len(ids)}")
     own = config.data.observation_template
     between = {(chat, role): appended(text.tokenizer, own, chat, role) for chat in chats for role in ROLES}
     for before, after in between.values():
-        least = len(encoded(text, before + after)) + SMALLEST_ROOM
-        if rollout.max_observation_tokens < least or not encoded(text, before + ELLIPSIS + after):
+        least = len(text.ids_behind(before + after)) + SMALLEST_ROOM
+        if rollout.max_observation_tokens < least or not text.ids_behind(before + ELLIPSIS + after):
             raise ConfigError(
                 f"rollout.max_observation_tokens = {rollout.max_observation_tokens}: set at least {least}, for an "
                 f"observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
             )
     ends = tuple(ids[0] for ids in end_ids)
-    return TurnRules(rollout.max_turns, rollout.max_observation_tokens, ends, between, text)
-
-
-def encoded(text: TextTools, said: str) -> list[int]:
-    return list(text.tokenizer.encode(said, add_special_tokens=False))
+    return TurnRules(
+        rollout.max_turns, rollout.max_observation_tokens, ends, between, text, config.model.context_length
+    )
 
 
 def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[str, str]:

@@ -13,20 +13,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from rich.box import SIMPLE_HEAD
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console as Terminal
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.monitor.statistics import MADE_TO_WORK, STAGES, Accuracy, by_way, difference, percent
+from megatron_dapo.monitor.statistics import STAGES, by_way, difference, percent
 
 Figures = Mapping[str, Any]
-_MADE_TO_WORK_NOTE = (
-    "made to work: the model before training, not allowed to begin a response with\n"
-    "evaluation.forbidden_start. The gain over that row is what was learnt beyond\n"
-    "the choice to work the answer out.\n"
-)
 STEPS, BAR = "rollout step", 20
 """Name of the bar of the whole run; width of a bar, in characters."""
 RECENT = 5
@@ -115,11 +110,11 @@ class Console:
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
         self.close()
-        table = [_accuracy_table(summary)] if summary["heldout"]["after"] else []
-        made = [Text(_MADE_TO_WORK_NOTE)] if summary["heldout"].get("baseline") else []
+        ways = {way: stages for way, stages in sorted(by_way(summary["heldout"]).items()) if "after" in stages}
+        called = {"percent": percent, "difference": difference, "stages": STAGES, "ways": ways, "examples": ()}
+        text = text_page("megatron_dapo.monitor", "summary.txt.j2", **called | dict(summary))
         with self._unless_gone():
-            for part in (*made, *table, _cost_lines(summary), *_example_lines(summary)):
-                self._screen.print(part, soft_wrap=not isinstance(part, Table))
+            self._screen.print(text, soft_wrap=True, emoji=False, end="")
             self._file.flush()
 
     @contextmanager
@@ -155,6 +150,13 @@ class Console:
             self._bar, self._rows = None, {}
 
 
+def text_page(package: str, name: str, **values: Any) -> str:
+    """A template of a package as text; `plain` keeps brackets in a value from being taken for rich's markup."""
+    pages = Environment(loader=PackageLoader(package), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= {"plain": escape, "duration": duration}
+    return pages.get_template(name).render(values)
+
+
 def step_line(metrics: Figures, *, total: int, seconds_left: float) -> str:
     """`step  3/40  accuracy 41.2%  length 38  cut off 3.0%  entropy 0.310  1240 tokens/s  12 s  (7 min left)`."""
     seconds = metrics["timing/step"]
@@ -180,60 +182,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _accuracy_table(summary: Figures) -> Table:
-    """One column a way of answering; rows: before, the made-to-work baseline, after, change."""
-    measured = by_way(summary["heldout"])
-    ways = {way: measured[way] for way in ("greedy", "sampled") if "after" in measured.get(way, {})}
-    problems = {stages["after"].problems for stages in ways.values()}.pop()
-    title = f"Held-out accuracy, {problems} problems (95% intervals)"
-    table = Table("", title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for way, stages in ways.items():
-        each = stages["after"].n // problems
-        table.add_column(f"{way}, {each} a problem" if each > 1 else way, justify="right")
-    rows = [(label, [_share(stages.get(stage)) for stages in ways.values()]) for stage, label in STAGES.items()]
-    for stage, label in (("before", "gain, points"), ("baseline", f"gain over {MADE_TO_WORK}")):
-        rows.append((label, [_gain(stages.get(stage), stages["after"]) for stages in ways.values()]))
-    for label, cells in rows:
-        if any(cells):
-            table.add_row(label, *cells)
-    return table
-
-
-def _share(found: Accuracy | None) -> str:
-    return percent(found.accuracy, found.low, found.high) if found else ""
-
-
-def _gain(before: Accuracy | None, after: Accuracy) -> str:
-    if before is None:
-        return ""
-    change = difference(before, after)
-    return f"{100 * change.value:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-
-
-def _cost_lines(summary: Figures) -> Text:
-    tokens, seconds = summary["tokens"], summary["seconds"]
-    phases = {name: seconds[name] for name in ("rollout", "reward", "logprob", "update", "weight_sync", "checkpoint")}
-    return Text(
-        f"{summary['rollout_steps']} rollout steps, {summary['optimizer_steps']} optimizer steps, "
-        f"{_thousands(tokens['generated'])} tokens generated, {_thousands(tokens['trained'])} trained on, "
-        f"{duration(seconds['total'])} in all\n"
-        f"of which: {', '.join(f'{name} {duration(spent)}' for name, spent in phases.items())}\n"
-    )
-
-
-def _example_lines(summary: Figures) -> Iterator[Text]:
-    """The examples of the summary, which are the first problems and not picked by outcome."""
-    for example in summary.get("examples", ()):
-        text = Text()
-        text.append(f"{example['prompt'].strip()}  ({example['answer']})\n", "bold")
-        for when in ("before", "after"):
-            verdict, style = ("right", "green") if example[f"{when}_correct"] else ("wrong", "red")
-            text.append(f"  {when:<6} {verdict}  ", style)
-            text.append(f"{' '.join(example[when].split())}\n")
-        yield text
-
-
-def _thousands(count: float) -> str:
-    return f"{count:,.0f}".replace(",", " ")

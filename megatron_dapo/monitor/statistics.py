@@ -104,10 +104,7 @@ def pass_at_k(correct: int, n: int, k: int) -> float:
 
     Needs 0 <= correct <= n and 1 <= k <= n.
     """
-    missed = 1.0
-    for drawn in range(k):
-        missed *= max(0, n - correct - drawn) / (n - drawn)
-    return 1.0 - missed
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def consensus(votes: Sequence[Hashable | None], correct: Sequence[bool]) -> float:

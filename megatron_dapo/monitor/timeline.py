@@ -16,7 +16,8 @@ from megatron_dapo.storage.durable import drop_torn_line, naming
 from rollout.generation import ServedPart
 
 FOLDER = "timeline"
-PHASES = ("rollout", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint")
+PHASES: tuple[str, ...] = ("rollout", "environment", "reward", "logprob", "update", "weight_sync", "handover")
+PHASES += ("evaluation", "checkpoint")
 
 
 class SpanFile:

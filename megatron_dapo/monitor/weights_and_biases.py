@@ -2,13 +2,11 @@
 `monitor.wandb.samples` asks for it."""
 
 import importlib.util
-import netrc
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
@@ -34,7 +32,11 @@ def check_wandb(config: WandbConfig) -> None:
             f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
             "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
         )
-    if config.mode == "online" and not _has_key():
+    # As wandb itself, which brings it, looks for a login.
+    from requests.utils import get_netrc_auth
+
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if config.mode == "online" and not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(host)):
         raise ConfigError(
             "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
             "monitor.wandb.mode=offline and send the run later with `wandb sync`"
@@ -93,13 +95,3 @@ class WandbMirror:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._run.finish(exit_code=int(kind is not None))
-
-
-def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

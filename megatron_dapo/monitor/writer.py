@@ -132,8 +132,10 @@ class MetricsWriter:
 def sample_text(sample: Row) -> str:
     """A response with its verdict in Markdown; its own text indented, so that nothing in it is Markdown. Of a long one
     the beginning and the end."""
-    shown = ("reward_shaped", "extracted", "answer", "prompt_text", "response")
-    text = "\n".join(f"{key}: {sample[key]}" for key in shown)
+    shown = [(key, sample[key]) for key in ("reward_shaped", "extracted", "answer", "prompt_text")]
+    for turn in sample.get("earlier", ()):
+        shown += [("response", turn["response"]), (turn["role"], turn["observation"])]
+    text = "\n".join(f"{key}: {said}" for key, said in (*shown, ("response", sample["response"])))
     text = text if len(text) <= LONG_TEXT else f"{text[: LONG_TEXT // 2]}\n[...]\n{text[-LONG_TEXT // 2 :]}"
     return f"**{'right' if sample['accuracy'] else 'wrong'}**\n\n{indent(text, '    ')}"
 
@@ -154,30 +156,18 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     lines: list[Line] = []
     complete, _, _ = file.read_bytes().rpartition(b"\n")
     for number, text in enumerate(complete.splitlines(), start=1):
-        line = _parse(text, file, number)
+        try:
+            line: Line = json.loads(text)
+            if not isinstance(line["rollout_step"], int):
+                raise TypeError("rollout_step is no integer")
+            for name, value in line.items():
+                finite = isinstance(value, int | float) and math.isfinite(value)
+                if name != NON_FINITE and value is not None and not finite:
+                    raise ValueError(f"{name} = {json.dumps(value)}")
+        except (ValueError, TypeError, KeyError) as error:
+            wanted = "an object in JSON with an integer rollout_step, whose metrics are finite numbers or null"
+            raise MetricsError(f"{file}:{number}: {error}; a line is {wanted}: fix or remove it") from None
         while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:
             lines.pop()
         lines.append(line)
     return lines
-
-
-def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """(rollout steps, values) of one metric, without the steps that did not measure it."""
-    check_declared([name])
-    known = [line for line in lines if line.get(name) is not None]
-    return [line["rollout_step"] for line in known], [float(line[name]) for line in known]
-
-
-def _parse(text: bytes, file: Path, number: int) -> Line:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise MetricsError(f"{file}:{number}: no JSON ({error}); remove the line or restore the file") from None
-    if not isinstance(line, dict) or not isinstance(line.get("rollout_step"), int):
-        raise MetricsError(f"{file}:{number}: a metrics line is an object with an integer rollout_step")
-    for name, value in line.items():
-        finite = isinstance(value, int | float) and math.isfinite(value)
-        if name != NON_FINITE and value is not None and not finite:
-            shown = f"{file}:{number}: {name} = {json.dumps(value)}"
-            raise MetricsError(f"{shown}: a metric is a finite number or null; fix or remove the line")
-    return line

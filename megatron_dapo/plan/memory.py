@@ -41,6 +41,9 @@ _TOKEN_BYTES = 28
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
 
+_ROUTING_COPIES = 4
+"""Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
+
 CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
 CHECKPOINT_WEIGHTS = "a trainer process that writes the weights, besides"
 
@@ -200,6 +203,16 @@ def kv_bytes_per_token(hf: HFModelConfig, parallel: int, size: int) -> float:
     return 2.0 * hf.num_layers * max(1.0, hf.num_query_groups / parallel) * hf.head_dim * size
 
 
+def batch_responses(config: Config) -> int:
+    """Responses of a rollout step."""
+    return config.algorithm.prompts_per_step * config.algorithm.group_size
+
+
+def routing_bytes(config: Config, hf: HFModelConfig) -> int:
+    """Of a token's experts in all layers; 0 without `actor.routing_replay`."""
+    return hf.num_layers * hf.experts.top_k if config.actor.routing_replay and hf.experts is not None else 0
+
+
 def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     """Bytes of host memory by what holds them; `mean_tokens`: prompt and response of a trained response."""
     config, size = case.config, case.dtype_bytes
@@ -216,11 +229,16 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     # all of it; these write the weights too.
     written = state.moments / MOMENT_BYTES if config.actor.optimizer.distributed else parameters
     copied = config.run.checkpoint_in_background
-    responses = config.algorithm.prompts_per_step * config.algorithm.group_size
+    responses, row = batch_responses(config), routing_bytes(config, case.hf)
+    # A server pins 4 bytes for each expert of each token in its KV cache.
+    pinned = server_memory(case).kv_tokens * row * 4 if row else 0
+    routing = {"coordinator: routing of a batch": responses * mean_tokens * row * _ROUTING_COPIES} if row else {}
     return {
         "a trainer process": case.constants.process_memory + reference + offloaded,
         CHECKPOINT_STATE: written * _CHECKPOINT_STATE_BYTES if copied else 0,
         CHECKPOINT_WEIGHTS: parameters * size if copied else 0,
-        "a server process": case.constants.process_memory,
+        "a server process": case.constants.process_memory + pinned,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
-    } | host_bytes(case)
+        **routing,
+        **host_bytes(case),
+    }

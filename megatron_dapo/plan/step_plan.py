@@ -60,7 +60,6 @@ class StepPlan:
     mean_length: float
     """Trained response tokens."""
 
-    longest: int
     cut_off: float
     """Share of the trained responses that reach `rollout.max_new_tokens`."""
 
@@ -127,7 +126,6 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
         trained_tokens=_mean(sum(one.lengths) for one in filled),
         generated_groups=_mean(one.groups for one in filled),
         mean_length=float(lengths.mean()),
-        longest=int(lengths.max()),
         cut_off=float((lengths >= workload.longest).mean()),
         slots=fleet.slots,
         gpus=case.gpus,

@@ -177,9 +177,6 @@ _CLEANED: Mapping[str, str] = {
     r'<svg [^>]*viewBox="([^"]*)"[^>]*>': r'<svg viewBox="\1" aria-hidden="true">',
     r'<g id="[^"]*"': "<g",  # matplotlib's own names, the same in every chart
     r"font-size: [^;]*; font-family: [^;]*; ": "",  # the page's font, and its size
-    r' transform="rotate\(-0 [^"]*"': "",
-    r"<g/>": "",
-    r" *\n\s*": "\n",
 }
 
 

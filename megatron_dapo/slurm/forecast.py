@@ -9,15 +9,12 @@ LEAST_WARN_S = 600
 MARGIN = 1.5
 """The plan is a model, and the warning may come a minute late."""
 
-Forecast = tuple[int, list[str]]
 
-
-def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool, time_s: int | None = None) -> Forecast:
+def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> tuple[int, list[str]]:
     """(seconds before the time limit at which the run is told to save, what the user should know).
 
     Args:
         warn_s: what the user asks for; None: `MARGIN` times what the plan says.
-        time_s: limit of one job; None: without limit.
         gpus: whether the run is on GPUs: the plan knows nothing else.
     """
     unknown = f"--warn is {LEAST_WARN_S}, and should be longer than an update and a checkpoint"
@@ -40,10 +37,6 @@ def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool, time_s:
         less = f"with run.checkpoint_every={often} up to {often * step_h:.1f}"
         notes.append(f"run.checkpoint_every = {every}: by the plan a lost job costs up to {lost_h:.1f} hours; {less}")
     warn_s = warn_s or min(65535, max(LEAST_WARN_S, int(MARGIN * seconds)))  # no more than Slurm takes
-    start_s = plan.case.model_bytes / plan.case.constants.disk_read
-    if time_s is not None and time_s < (least := start_s + plan.step.seconds + warn_s):
-        step = f"by the plan a step takes {plan.step.seconds:.0f} s, a start over {start_s:.0f} s and saving {warn_s} s"
-        notes.append(f"--time is {time_s} s: {step}; with less than {least:.0f} s a job may end before its first step")
     return warn_s, notes
 
 

@@ -102,7 +102,7 @@ def lead(job: Job, arguments: list[str]) -> int:
     address = f"{host}:{port}"
     # Ray tries the dashboard's port also when there is to be none, and its own choice may be another job's.
     dashboard = ("--include-dashboard=false", f"--dashboard-port={free_port('0.0.0.0')}")
-    ray = _start_ray(job, host, "--head", f"--port={port}", *dashboard)
+    ray = _start_ray(job, "--head", f"--node-ip-address={host}", f"--port={port}", *dashboard)
     try:
         _until(job, "Ray's head", lambda: address if _asked(address) == 0 else None, ray)
         replace_file(job.folder / "address", address, private=True)
@@ -133,7 +133,7 @@ def follow(job: Job) -> int:
         if time.monotonic() - heard > SILENT_S:
             raise NodeError(f"Ray's head is at {address}, and from here nothing answers there; see docs/slurm.md")
         time.sleep(LOOK_S)
-    ray = _start_ray(job, _towards(address), f"--address={address}")
+    ray = _start_ray(job, f"--address={address}")
     heard = time.monotonic()
     try:
         while not done.exists():
@@ -159,12 +159,12 @@ def _cores() -> int:
     return int(os.environ.get("SLURM_CPUS_PER_TASK") or len(os.sched_getaffinity(0)))
 
 
-def _start_ray(job: Job, own: str, *options: str) -> subprocess.Popen[bytes]:
-    """`ray start` in the foreground, its output below the job's folder. `own`: this node's host for the others."""
+def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
+    """`ray start` in the foreground, its output below the job's folder."""
     limits = [f"--num-cpus={_cores()}", f"--num-gpus={os.environ.get('SLURM_GPUS_ON_NODE', 0)}"]
-    limits += [f"--node-ip-address={own}", "--disable-usage-stats"]
     # Fixed ports of Ray's own would meet those of another job on a shared node.
-    limits += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0", "--block"]
+    limits += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
+    limits += ["--disable-usage-stats", "--block"]
     with _output(job).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
@@ -210,14 +210,6 @@ def _head_host() -> str:
         if not told.startswith("127."):
             return told
     return str(get_node_ip_address())
-
-
-def _towards(address: str) -> str:
-    """This node's own address on the way to HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _asked(address: str) -> int:

@@ -12,10 +12,7 @@ from pathlib import Path
 import jinja2
 
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.coordinator.inputs import check_own_code
 from megatron_dapo.plan.scenario import share_gpus
-from reward.check import check_verifiers
-from reward.verdict import VerifierError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +85,10 @@ def named_paths(config: Config) -> list[str]:
 
 
 def not_seen(config: Config) -> list[str]:
-    """Notes on what the config names and this machine does not see, or cannot run; the nodes may."""
+    """Notes on what the config names and this machine does not see; the nodes may."""
     paths = [Path(text).absolute() for text in named_paths(config) if not text.startswith("hf://")]
     away = [path for path in paths if not os.path.exists(path) and not any(path.parent.glob(path.name))]
-    notes = [f"{path}: not seen from this machine; every node must see it" for path in dict.fromkeys(away)]
-    verifiers = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
-    verifiers |= {config.reward.verifier: "reward.verifier"}
-    own = ":" in config.algorithm.policy_loss + config.algorithm.advantage.estimator
-    for check in (lambda: check_verifiers(verifiers, config.reward), lambda: check_own_code(config) if own else None):
-        try:
-            check()
-        except (VerifierError, ConfigError) as error:
-            notes.append(f"on this machine: {error}")
-    return notes
+    return [f"{path}: not seen from this machine; every node must see it" for path in dict.fromkeys(away)]
 
 
 def mounted(config: Config, *others: Path) -> str:

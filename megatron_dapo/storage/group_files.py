@@ -37,6 +37,8 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
         for key, kind in ARRAYS.items()
     }
     prompts = np.concatenate([np.zeros(0, np.int32), *(group.prompt_ids for group in groups)])
+    routed = [generation.routing for generation in generations if generation.routing is not None]
+    arrays |= {"routing": np.concatenate(routed)} if routed else {}
     np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
     content = {
         "extra": dict(extra),
@@ -77,7 +79,7 @@ def _digest(content: bytes) -> str:
 
 
 GROUP = ("position", "prompt_index", "weight_version")
-RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy")
+RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy", "by_environment")
 """Fields of a group and of a response that stand in the JSON file as they are."""
 
 ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
@@ -95,6 +97,7 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
         }
         | {key: getattr(response, key) for key in RESPONSE}
         | ({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {})
+        | ({"routed": len(routing)} if (routing := response.generation.routing) is not None else {})
         | ({"state": response.state} if response.state is not None else {})
         for response in group.responses
     ]
@@ -108,11 +111,16 @@ def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray])
     lengths["token_ids"] = [response["tokens"] for response in responses]
     prompts = _split(arrays["prompt_ids"], [entry["prompt_tokens"] for entry in entries])
     generated = zip(*(_split(arrays[key], lengths[key]) for key in ARRAYS), strict=True)
+    routed = [int(response["routed"]) for response in responses if "routed" in response]
+    routing = iter(_split(arrays["routing"], routed) if routed else ())
     return tuple(
         ScoredGroup(
             **{key: entry[key] for key in GROUP},
             prompt_ids=prompt_ids,
-            responses=tuple(_response(response, next(generated)) for response in entry["responses"]),
+            responses=tuple(
+                _response(response, next(generated), next(routing) if "routed" in response else None)
+                for response in entry["responses"]
+            ),
         )
         for entry, prompt_ids in zip(entries, prompts, strict=True)
     )
@@ -127,13 +135,14 @@ def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(lengths, dtype=int))[:-1]
 
 
-def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray]) -> ScoredResponse:
+def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray], routing: np.ndarray | None) -> ScoredResponse:
     """`arrays`: its part of each of ARRAYS."""
     reason, generated = FinishReason(entry["finish_reason"]), dict(zip(ARRAYS, arrays, strict=True))
     given = tuple((first, tokens) for first, tokens in entry.get("given", ()))
-    generation = Generation(request_id=entry["request_id"], finish_reason=reason, given=given, **generated)
+    of = entry["request_id"]
+    generation = Generation(request_id=of, finish_reason=reason, given=given, routing=routing, **generated)
     verdict = Verdict(**entry["verdict"])
-    earlier: dict[str, Any] = {"other_accuracy": None}  # what an earlier version wrote has none
+    earlier: dict[str, Any] = {"other_accuracy": None, "by_environment": False}  # of an earlier version
     kept = {key: (earlier | entry)[key] for key in RESPONSE}
     kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry.get("earlier", ()))
     kept["state"] = entry.get("state")

@@ -79,16 +79,13 @@ def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[s
         LedgerError: a line in the middle that is no event in JSON.
     """
     events: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             event = json.loads(line)
-        except ValueError as error:
-            if line and number < len(lines):
-                raise LedgerError(f"{path}:{number}: not an event ({error}); restore the file from a copy") from None
-            continue
-        if not isinstance(event, dict) or "event" not in event:
-            raise LedgerError(f"{path}:{number}: not an event (no object with `event`); restore the file from a copy")
-        if kinds is None or event["event"] in kinds:
+            kind = event["event"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise LedgerError(f"{path}:{number}: not an event ({error!r}); restore the file from a copy") from None
+        if kinds is None or kind in kinds:
             events.append(event)
     return events

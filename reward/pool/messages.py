@@ -12,7 +12,7 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from reward.environment import End, Observation, Step, Stepped, checked
+from reward.environment import Step, Stepped, outcome_of
 from reward.verdict import Deferred, Verdict, VerificationRequest
 
 LENGTH = struct.Struct(">Q")
@@ -82,5 +82,4 @@ def _result(fields: dict[str, Any]) -> Deferred | Stepped:
     outcome, kinds = fields.pop("outcome"), {"seconds": int | float, "error": str | None, "unjudged": bool}
     if not all(isinstance(fields[name], kind) for name, kind in kinds.items()):
         raise ValueError("fields of other types")
-    made = None if outcome is None else Observation(**outcome) if "text" in outcome else End(**outcome)
-    return Stepped(outcome=checked(made), **fields)
+    return Stepped(outcome=outcome_of(outcome), **fields)

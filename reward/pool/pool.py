@@ -1,8 +1,9 @@
 """RewardPool: verdicts from processes that may be killed, behind one asyncio call.
 
-Two queues with workers of their own, served by one event loop in a thread. Verifiers registered as fast (linear time)
-are served in batches. Algebra and all other verifiers are served one at a time under the wall-clock limit: whatever a
-response makes sympy do, fast verdicts keep flowing. A worker past the limit is killed and replaced.
+Three queues with workers of their own, served by one event loop in a thread. Verifiers registered as fast (linear
+time) are served in batches. Algebra and all other verifiers are served one at a time under the wall-clock limit, and so
+are the turns of environments: whatever a response makes sympy or a tool do, all else keeps flowing. A worker past the
+limit is killed and replaced.
 
     pool = RewardPool(RewardConfig(workers=4))
     verdicts = await pool.verify([VerificationRequest(response="Answer: 42", ground_truth="42")])
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from reward.config import RewardConfig
-from reward.environment import Episode, Step, Stepped
+from reward.environment import REMOTE, Episode, Step, Stepped
 from reward.pool import remote
 from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
@@ -73,6 +74,8 @@ class RewardPool:
         self._last_progress = 0.0
         self._fast: asyncio.Queue[_Work] = asyncio.Queue()
         self._slow: asyncio.Queue[_Work] = asyncio.Queue()
+        self._steps: asyncio.Queue[_Work] = asyncio.Queue()
+        self._service = remote.RemoteEnvironment(config.remote_environment)
         self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
         self._comparisons: dict[tuple[str, str], _Comparison] = {}
@@ -115,9 +118,11 @@ class RewardPool:
         """
         if self._failure is not None:
             raise self._failure
-        asked = asyncio.run_coroutine_threadsafe(self._alone(Step(environment, episode)), self._loop)
+        asking = self._service.step(episode) if environment == REMOTE else self._alone(Step(environment, episode))
+        asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
         try:
             stepped = await self._wait(asked)
+            self._last_progress = time.monotonic()
         finally:
             asked.cancel()
         assert isinstance(stepped, Stepped)
@@ -152,7 +157,8 @@ class RewardPool:
 
     async def _wait(self, result: Future[T]) -> T:
         """Waits for a result; gives up if no worker has delivered for longer than any job may take."""
-        stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S
+        services_s = self._config.remote_environment.deadline_s if self._config.remote_environment.url else 0
+        stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S + services_s
         began = time.monotonic()
         waiting = asyncio.wrap_future(result)
         try:
@@ -186,6 +192,7 @@ class RewardPool:
     async def _serve_until_closed(self) -> None:
         """Runs the workers. An error of one ends the pool, so that no caller waits for a worker that is gone."""
         queues = [self._fast] * self._config.workers + [self._slow] * self._config.algebra_workers
+        queues += [self._steps] * self._config.environment_workers
         tasks = [asyncio.create_task(each) for each in (self._closing.wait(), *map(self._serve, queues))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -199,6 +206,7 @@ class RewardPool:
                 task.cancel()  # before it sees its process gone, and gives verdicts that say so
             for process in self._processes.copy():
                 await self._end(process)
+            await self._service.close()
             for results in self._unfinished.copy():
                 with suppress(InvalidStateError):
                     results.set_exception(self._failure or PoolError("reward pool: it has ended"))
@@ -289,7 +297,7 @@ class RewardPool:
         """
         try:
             work = _Work([job])
-            self._slow.put_nowait(work)
+            (self._steps if isinstance(job, Step) else self._slow).put_nowait(work)
             (result,) = await asyncio.wrap_future(work.results)
             return result
         except WorkerLost as lost:

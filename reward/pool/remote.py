@@ -1,21 +1,29 @@
-"""Verifier `remote`: a service judges, over HTTP, in batches, with retries and a deadline.
+"""Verifier and environment `remote`: a service is asked over HTTP, with retries and a deadline.
 
     POST url   {"requests": [{"prompt": "...", "response": "...", "ground_truth": "..."}, ...]}
     200        {"verdicts": [{"accuracy": true}, ...]}      in order; may hold "extracted" (text) and "rule" (text) too
 
-What may pass is tried again with growing pauses until `reward.remote.deadline_s`: no connection, no answer in time,
-status 408, 429 and 5xx, a body that is not this JSON. Any other status is final. A batch that stays without an answer
-gets verdicts `unjudged`: the responses are not to blame.
+    POST url   the fields of a `reward.environment.Episode`: {"prompt": "...", "turns": [{"response": "...", ...}], ...}
+    200        {"outcome": {"text": "higher"}}              the fields of an Observation; or those of an End, as
+               {"outcome": {"accuracy": true}}; or null: the prompt's verifier judges
+
+What may pass is tried again with growing pauses until `deadline_s`: no connection, no answer in time, status 408, 429
+and 5xx, a body that is not this JSON. Any other status is final. What stays without an answer is `unjudged`: the
+responses are not to blame.
 """
 
 import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from reward.config import RemoteConfig
+from reward.config import RemoteConfig, ServiceConfig
+from reward.environment import Episode, Outcome, Stepped, outcome_of
 from reward.verdict import EXTRACTED_LIMIT, Rule, Verdict, VerificationRequest
 
 if TYPE_CHECKING:
@@ -28,6 +36,8 @@ ANSWER_BYTES = 64 << 20
 
 RULE = "remote"
 """The rule's name in `Verdict.rule` where the service gives none."""
+
+T = TypeVar("T")
 
 _RETRIED = frozenset({408, 425, 429})
 
@@ -44,11 +54,9 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
     """One verdict for each request, in order; whatever the service answers."""
     if config.url is None:
         return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
-    import aiohttp  # only this verifier needs it
-
     batches = [requests[at : at + config.batch] for at in range(0, len(requests), config.batch)]
     free = asyncio.Semaphore(config.connections)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session:
+    async with open_session() as session:
 
         async def judge(batch: Sequence[VerificationRequest]) -> list[Verdict]:
             async with free:
@@ -62,36 +70,74 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
     return [verdict for task in tasks for verdict in task.result()]
 
 
+class RemoteEnvironment:
+    """Environment `remote`. Used in one event loop."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._config, self._free = config, asyncio.Semaphore(config.connections)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def step(self, episode: Episode) -> Stepped:
+        """What the service makes of the newest turn; `unjudged` where it makes nothing of it."""
+        async with self._free:
+            began = time.monotonic()
+            try:
+                self._session = self._session or open_session()
+                outcome = await _answered(self._config, self._session, asdict(episode), _outcome)
+            except _Refused as error:
+                return Stepped(seconds=time.monotonic() - began, error=str(error), unjudged=True)
+            return Stepped(outcome=outcome, seconds=time.monotonic() - began)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def open_session() -> "aiohttp.ClientSession":
+    """For requests to a service."""
+    import aiohttp  # only services need it
+
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), headers={"Content-Type": "application/json"})
+
+
 async def _judge(
     config: RemoteConfig, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
 ) -> list[Verdict]:
+    began = time.monotonic()
+    asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
+    try:
+        answers = await _answered(config, session, {"requests": asked}, partial(_verdicts, count=len(requests)))
+    except _Refused as refused:
+        return [_unjudged(str(refused), (time.monotonic() - began) / len(requests))] * len(requests)
+    seconds = (time.monotonic() - began) / len(requests)
+    return [Verdict(accuracy=right, extracted=text, rule=rule, seconds=seconds) for right, text, rule in answers]
+
+
+async def _answered(
+    config: ServiceConfig, session: "aiohttp.ClientSession", asked: dict[str, Any], read: Callable[[bytes], T]
+) -> T:
+    """The service's answer as `read` takes it, which raises _Refused for what is none. Raises _Refused: there is none
+    by the deadline."""
+    body = json.dumps(asked).encode("ascii")  # lone surrogates of a response pass as JSON escapes
     began = time.monotonic()
     pause, attempts = FIRST_PAUSE_S, 0
     while True:
         attempts += 1
         try:
-            answers = await _attempt(config, session, requests)
+            return read(await _attempt(config, session, body))
         except _Refused as refused:
             spent = time.monotonic() - began
             if refused.final or spent + pause > config.deadline_s:
-                reason = f"{config.url}: {refused} ({attempts} attempts in {spent:.0f} s)"
-                return [_unjudged(reason, spent / len(requests))] * len(requests)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that many callers do not come back at once
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-            continue
-        seconds = (time.monotonic() - began) / len(requests)
-        return [Verdict(accuracy=right, extracted=text, rule=rule, seconds=seconds) for right, text, rule in answers]
+                raise _Refused(f"{config.url}: {refused} ({attempts} attempts in {spent:.0f} s)") from None
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that many callers do not come back at once
+        pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-async def _attempt(
-    config: RemoteConfig, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
-) -> list[tuple[bool, str | None, str]]:
+async def _attempt(config: ServiceConfig, session: "aiohttp.ClientSession", body: bytes) -> bytes:
     import aiohttp
 
-    asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
-    body = json.dumps({"requests": asked}).encode("ascii")  # lone surrogates of a response pass as JSON escapes
-    header = {"Content-Type": "application/json"}
     try:
+        header = {"Authorization": f"Bearer {Path(config.key_file).read_text().strip()}"} if config.key_file else {}
         # aiohttp's own deadline swallows a cancellation that comes at the same time (its issue 5979).
         async with (
             asyncio.timeout(config.attempt_s),
@@ -107,7 +153,7 @@ async def _attempt(
     if status != 200:
         final = status not in _RETRIED and status < 500
         raise _Refused(f"status {status}: {content[:200].decode('utf-8', 'replace')}", final=final)
-    return _verdicts(content, len(requests))
+    return content
 
 
 async def _content(answer: "aiohttp.ClientResponse") -> bytes:
@@ -121,6 +167,13 @@ async def _content(answer: "aiohttp.ClientResponse") -> bytes:
 
 def _unjudged(reason: str, seconds: float) -> Verdict:
     return Verdict(accuracy=False, extracted=None, rule=Rule.UNJUDGED.value, seconds=seconds, error=reason)
+
+
+def _outcome(content: bytes) -> Outcome:
+    try:
+        return outcome_of(json.loads(content)["outcome"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _Refused(f'the answer has no "outcome" that can be used ({error}): {content[:100]!r}') from None
 
 
 def _verdicts(content: bytes, count: int) -> list[tuple[bool, str | None, str]]:

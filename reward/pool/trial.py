@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reward.check import DONE, TRY_S, Truth
-from reward.environment import ENVIRONMENTS, Episode, NotAnOutcome, Turn, ask, load_environment
+from reward.environment import ENVIRONMENTS, Episode, Turn, ask, load_environment
 from reward.registry import load, probe
 from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
@@ -27,7 +27,7 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
             judged = own(request) if kind == "verifier" else ask(own, Episode(prompt, truth, (Turn(truth),)))
         except VerifierError as error:
             raise VerifierError(f"{place}: {error}") from None
-        except (NameError, ImportError, NotAnOutcome) as error:
+        except (NameError, ImportError) as error:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
         except Exception:
             continue

@@ -87,6 +87,12 @@ def _padded(x: Tensor) -> Tensor:
     return pad(x, (0, 0, 0, missing)) if x.dim() == 2 and missing > 0 else x
 
 
+def host_cache(cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """`BaseHostCache.__init__`, for the experts of each token in the KV cache, without pinning the memory."""
+    cache.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    cache.num_tokens, cache.num_layers, cache.topk_size, cache.name = num_tokens, num_layers, topk_size, name
+
+
 def fork_children(prepare: Callable[..., None], *args: Any) -> None:
     """Around `_set_envs_and_config`, which has children spawned: a CPU server's scheduler and detokenizer are forked
     and need not import SGLang again. The process has one thread then, and no CUDA that a fork would break."""
@@ -100,6 +106,7 @@ Hooks = dict[str, tuple[Callable[..., Any], str]]
 
 _FAST: Hooks = {
     "sglang.srt.entrypoints.engine._set_envs_and_config": (fork_children, "around"),
+    "sglang.srt.state_capturer.base.BaseHostCache.__init__": (host_cache, "replace"),
     "torch.cuda.synchronize": (nothing_to_do, "replace"),  # called by SGLang's weight checker
     # It collects garbage of the whole heap at each publish, which frees nothing: PyTorch counts references.
     "sglang.srt.platforms.cpu.CpuDeviceMixin.empty_cache": (nothing_to_do, "replace"),

@@ -38,6 +38,8 @@ class RolloutFleet:
     timing: Timing = field(default_factory=Timing)
     fp32_head: bool = False
     """Whether the trainer's output layer calculates in float32; servers in another type must do so too, or must not."""
+    routed_experts: bool = False
+    """Whether requests ask for `routing`: every server must be able to tell it."""
     api_key: str | None = None
     """What the servers ask for; None: nothing."""
     observe: Callable[[ServedPart], None] = lambda part: None
@@ -65,8 +67,9 @@ class RolloutFleet:
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
         self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self._served)
+        trainers = self.fp32_head, self.routed_experts
         supervisor = self._supervisor = Supervisor(
-            config, timing, self.members, balancer, publisher, self.report, deadline_s, self.fp32_head, self.statistics
+            config, timing, self.members, balancer, publisher, self.report, deadline_s, *trainers, self.statistics
         )
         try:
             await supervisor.start_all()

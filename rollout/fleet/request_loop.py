@@ -21,16 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from rollout.config import RolloutConfig
+from rollout.config import CONTEXT_RESERVE, RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerUnavailable
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.weight_update import Publisher
 from rollout.generation import FinishReason, Generation, GenerationRequest, ServedPart
-from rollout.wire.reply import Reply, check_reply, join_segments
-
-CONTEXT_RESERVE = 8
-"""SGLang leaves a few tokens of its context empty (2 in 0.5.17). A longest response may be cut by up to this many."""
+from rollout.wire.reply import Reply, check_reply, join_segments, routing_of
 
 
 @dataclass(slots=True)
@@ -42,14 +39,17 @@ class Response:
     """(tokens, weight version that drew them), in order."""
     streaming: tuple[Member, Sequence[Reply], int] | None = None
     """The server that draws the next part, what it has sent of it, and its weight version."""
+    routing: np.ndarray | None = None
+    """uint8 [R, layers, k]: the experts of the first R tokens of prompt and response, as in `Generation`."""
     _given: tuple[tuple[int, int], ...] | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Response":
         """With what was drawn before."""
         begun = request.begun
+        routing = begun.routing if begun is not None and request.routing is not None else None
         if begun is None or not begun.drawn:
-            return cls(request)
+            return cls(request, routing=routing)
         edges = np.flatnonzero(np.diff(begun.weight_versions)) + 1
         split = (np.split(array, edges) for array in (begun.drawn_ids, begun.log_probs, begun.weight_versions))
         drawn = [
@@ -58,7 +58,20 @@ class Response:
         ]
         parts = [(reply, int(by[0])) for reply, by in drawn]
         parts[-1] = replace(parts[-1][0], finish_reason=begun.finish_reason), parts[-1][1]
-        return cls(request, parts)
+        return cls(request, parts, routing=routing)
+
+    def add(self, reply: Reply, version: int, routing: np.ndarray | None) -> None:
+        """One more part, and the rows of routing that came with it: each token gets its row once. Where only these were
+        asked for, the reply says nothing of how the response ended."""
+        if self._end is None:
+            self.parts.append((reply, version))
+        if routing is not None:
+            self.routing = routing if self.routing is None else np.concatenate([self.routing, routing])
+
+    @property
+    def routed(self) -> int:
+        """R: tokens that have a row of routing."""
+        return 0 if self.routing is None else len(self.routing)
 
     @property
     def drawn(self) -> np.ndarray:
@@ -95,13 +108,22 @@ class Response:
 
     @property
     def stretch(self) -> int:
-        """Tokens to ask for: all that are left, or those up to the budget of thinking."""
+        """Tokens to ask for: all that are left, or those up to the budget of thinking; 0 where only rows of routing are
+        missing."""
+        if self._end is not None:
+            return 0
         thinking, drawn = self.request.sampling.thinking, self.drawn.size
         return thinking.budget - drawn if thinking is not None and drawn < thinking.budget else self.tokens_left
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None: it goes on. An aborted part ends it too if it reached the limit, or drew a stop token
+        """Why it ended; None: it goes on, be it for rows of routing alone."""
+        short = self.request.routing is not None and self.routed < self.prompt_ids.size - 1
+        return None if short else self._end
+
+    @property
+    def _end(self) -> FinishReason | None:
+        """Why no token is left to draw. An aborted part ends it too if it reached the limit, or drew a stop token
         last: a server that is told to abort between two tokens does not look for one. Nor does one whose limit was the
         budget of thinking, at its last token."""
         if not self.parts:
@@ -124,6 +146,7 @@ class Response:
             weight_versions=np.concatenate([np.full(part.token_ids.size, by, np.int32) for part, by in self.parts]),
             finish_reason=finish_reason,
             given=self.given,
+            routing=self.routing,
         )
 
 
@@ -159,7 +182,7 @@ class RequestLoop:
         response = self._responses.get(request_id)
         if response is None:
             return None
-        now = Response(response.request, [*response.parts])
+        now = Response(response.request, [*response.parts], routing=response.routing)
         now._given = response._given
         if response.streaming is not None:
             member, segments, version = response.streaming
@@ -216,7 +239,7 @@ class RequestLoop:
                     member.enter(State.SUSPECT, failure)
             reply = self._streamed(member, segments, response)
         except ServerRefused:
-            if not response.parts or left > CONTEXT_RESERVE:
+            if not response.parts or left > CONTEXT_RESERVE or not response.stretch:
                 raise
             # The response fills the context. A response that goes on may not use the last tokens of it.
             ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -224,7 +247,8 @@ class RequestLoop:
         finally:
             response.streaming = None
         if reply is not None:
-            response.parts.append((reply, version))
+            routing, reply = reply.routing, replace(reply, routing=None)
+            response.add(reply, version, routing)
             self._drawn += reply.token_ids.size
             part = ServedPart(
                 request_id=request.request_id,
@@ -259,7 +283,8 @@ class RequestLoop:
         seed = request.seed if member.info.deterministic else None
         # Deterministic responses are not streamed: one that continues from a prefix is computed in another order.
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
-        asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=segments if streams else None)
+        kept, routed = segments if streams else None, None if request.routing is None else response.routed
+        asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=kept, routed_from=routed)
         call = asyncio.ensure_future(member.call(asking))
         self._awaited[rid] = time.monotonic(), segments
         try:
@@ -288,7 +313,7 @@ class RequestLoop:
             abort.add_done_callback(self._aborts.discard)
 
     def _checked(self, member: Member, reply: Reply, response: Response) -> Reply:
-        """The reply, if the response can go on or end with it.
+        """The reply, its routing in rows, if the response can go on or end with it.
 
         Raises:
             ServerUnavailable: the server has other weights than it was given, or its answer cannot be used.
@@ -301,6 +326,10 @@ class RequestLoop:
             raise ServerUnavailable(f"{member.url}: {problem}")
         try:
             check_reply(reply, asked=asked, vocab_size=self.vocab_size)
+            request, tokens = response.request, response.prompt_ids.size + reply.token_ids.size
+            if request.routing is not None:
+                rows = routing_of(reply, request.routing, request.request_id, response.routed, tokens)
+                reply = replace(reply, routing=rows)
         except ValueError as error:
             raise ServerUnavailable(f"{member.url}/generate: cannot use the answer: {error}") from None
         short = reply.finish_reason is FinishReason.LENGTH and reply.token_ids.size < asked

@@ -49,6 +49,8 @@ class Supervisor:
     """Deadline of each start of a server, the first one and restarts."""
     fp32_head: bool
     """The trainer's."""
+    routed_experts: bool
+    """Whether the servers are asked for them."""
     statistics: ServerStatistics
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -215,6 +217,8 @@ class Supervisor:
                 f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
                 "trainer would round log-probs differently; change one of the two"
             )
+        if self.routed_experts and not info.routed_experts:
+            raise ServerUnfit(f"{member.url}: actor.routing_replay needs a server with --enable-return-routed-experts")
         if info.altered:
             raise ServerUnfit(
                 f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"

@@ -28,6 +28,8 @@ class ServerSpec:
     """float32 (the CPU's) or bfloat16. Never "auto": SGLang would turn a float32 checkpoint into float16."""
     fp32_head: bool = False
     """Whether the output layer's product is made in float32, from the weights in `dtype`."""
+    routed_experts: bool = False
+    """Whether it can say which experts each token was sent to."""
     context_length: int
     """Longest prompt and response together, in tokens; at most what the model's config allows."""
     seed: int
@@ -65,6 +67,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     }
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     flags += ["--enable-fp32-lm-head"] if spec.fp32_head else []
+    flags += ["--enable-return-routed-experts"] if spec.routed_experts else []
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")
@@ -87,10 +90,11 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         }
         # On one core there is nothing to overlap: without it a token takes 15-20 % less work.
         flags.append("--disable-overlap-schedule")
-        if config.deterministic:
-            arguments["--chunked-prefill-size"] = "-1"  # a prompt cut in two would be computed in another order
         # SGLang's own choice takes a share of the machine's memory. This much never evicts a running response.
         kv_cache_tokens = kv_cache_tokens or config.max_running_requests * spec.context_length
+        if config.deterministic:  # a prompt cut in two would be computed in another order
+            # With -1, which is no limit, SGLang makes room for the experts of its running responses' last tokens alone.
+            arguments["--chunked-prefill-size"] = str(kv_cache_tokens if spec.routed_experts else -1)
     if kv_cache_tokens is not None:
         arguments["--max-total-tokens"] = str(kv_cache_tokens)
     return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)

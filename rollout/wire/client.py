@@ -17,9 +17,9 @@ from rollout.wire.reply import MEDIA_TYPE, Reply, StreamedError, join_segments, 
 KEEP_ALIVE_S = 2.0
 """The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
 
-READ_AHEAD = 1 << 24
+READ_AHEAD = 1 << 26
 """Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
-server-sent event may be twice as long: 800,000 tokens."""
+server-sent event may be twice as long: 3 million tokens, or 60,000 with the experts of 48 layers."""
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
@@ -44,6 +44,8 @@ class ServerInfo:
     """Whether its output layer's product is made in float32 whatever `dtype` is."""
     streams: bool = False
     """Whether it can stream a response in segments that do not repeat each other."""
+    routed_experts: bool = False
+    """Whether it can say which experts each token was sent to."""
     altered: str = ""
     """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
@@ -94,6 +96,7 @@ class SglangClient:
         *,
         seed: int | None = None,
         segments: list[Reply] | None = None,
+        routed_from: int | None = None,
     ) -> Reply:
         """Draws a response to int32 [P] ids. No `rid` may be a prefix of another one: aborts match by prefix.
 
@@ -103,6 +106,7 @@ class SglangClient:
         Args:
             segments: for a server that `streams`. Filled with the response's parts as they come, so that the caller has
                 them if the server is lost. Emptied if one of them cannot be read.
+            routed_from: token (at most P) from which the answer says each token's experts; None: it does not.
         """
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -117,6 +121,8 @@ class SglangClient:
         if seed is not None:
             params["sampling_seed"] = seed
         body = _generate_body(rid, prompt_ids, params, -1) | {"stream": segments is not None}
+        if routed_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         received = [] if segments is None else segments
         complete = False
         deadline_s = self.request_deadline_s + self.control_deadline_s
@@ -167,6 +173,7 @@ class SglangClient:
                 deterministic=bool(answer.get("enable_deterministic_inference", False)),
                 fp32_head=bool(answer.get("enable_fp32_lm_head", False)),
                 streams=bool(answer.get("incremental_streaming_output", False)),
+                routed_experts=bool(answer.get("enable_return_routed_experts", False)),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from rollout.generation import FinishReason
+from rollout.generation import FinishReason, RoutingShape
 
 MEDIA_TYPE = "application/vnd.megatron-dapo.segments"
 """Of frames."""
@@ -52,6 +52,9 @@ class Reply:
     """Of the prompt, found in the server's prefix cache."""
     retractions: int | None = None
     """How often the response had to wait again because the KV cache was full."""
+    routing: np.ndarray | None = None
+    """uint8, flat: the experts of each token from the first one asked for to the last but one, layer after layer. Only
+    a server that ends a response it was running sends them."""
 
 
 class StreamedError(Exception):
@@ -102,6 +105,8 @@ class Segment(msgspec.Struct, gc=False):
     """HTTP status of the error; the answer itself began with 200."""
     cached_tokens: int | None = None
     retractions: int | None = None
+    routing: bytes | None = None
+    """uint8, as `Reply.routing`."""
 
 
 class _Meta(msgspec.Struct):
@@ -114,6 +119,8 @@ class _Meta(msgspec.Struct):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     num_retractions: int | None = None
+    routed_experts: bytes | None = None
+    """int32, in base64 as text."""
 
 
 class _Error(msgspec.Struct):
@@ -221,7 +228,16 @@ def _segment(answer: _Answer) -> Segment:
         total=meta.completion_tokens,
         cached_tokens=meta.cached_tokens,
         retractions=meta.num_retractions,
+        routing=None if meta.routed_experts is None else _as_bytes(meta.routed_experts),
     )
+
+
+def _as_bytes(routed_experts: bytes) -> bytes:
+    """uint8 of int32."""
+    experts = np.frombuffer(routed_experts, TOKEN_ID)
+    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) <= 255:
+        raise ValueError(f"routed_experts {experts.min()} .. {experts.max()}, where only 0 .. 255 are understood")
+    return experts.astype(np.uint8).tobytes()
 
 
 def _reply(segment: Segment) -> tuple[Reply, bool]:
@@ -250,6 +266,7 @@ def _reply(segment: Segment) -> tuple[Reply, bool]:
         total=segment.total,
         cached_tokens=segment.cached_tokens,
         retractions=segment.retractions,
+        routing=None if segment.routing is None else np.frombuffer(segment.routing, np.uint8),
     )
     return reply, finish is not None
 
@@ -291,9 +308,42 @@ def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:
     ids, log_probs = reply.token_ids, reply.log_probs
     if ids.size > asked:
         raise ValueError(f"{ids.size} tokens where {asked} were asked for")
-    if ids.size == 0 and reply.finish_reason is not FinishReason.ABORT:
+    if ids.size == 0 < asked and reply.finish_reason is not FinishReason.ABORT:
         raise ValueError(f"no token, and yet ended by {reply.finish_reason.value!r}")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"token ids {ids.min()} .. {ids.max()}, with a vocabulary of {vocab_size}")
     if not (np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all():
         raise ValueError("log-probs that are not finite, or above 0")
+
+
+def routing_of(reply: Reply, shape: RoutingShape, request_id: str, first: int, tokens: int) -> np.ndarray | None:
+    """uint8 [tokens - 1 - first, layers, top_k] of a reply; None: it has none and may yet, as it did not end by itself.
+
+    Args:
+        first: token from which rows were asked for, counted from the prompt's first one.
+        tokens: of the prompt and of all that stands behind it.
+
+    Raises:
+        ValueError: too few or too many rows, an expert that the model has not, or one twice; names response and token.
+    """
+    found, numbers = reply.routing, (tokens - 1 - first) * shape.layers * shape.top_k
+    if found is None and reply.finish_reason is FinishReason.ABORT:
+        return None
+    if found is None or found.size != numbers:
+        there = 0 if found is None else found.size
+        raise ValueError(
+            f"response {request_id}, tokens {first} to {tokens - 2}: {there} experts in place of {numbers}, "
+            f"{shape.top_k} in each of {shape.layers} layers"
+        )
+    rows = found.reshape(-1, shape.layers, shape.top_k)
+    chosen = np.ascontiguousarray(np.moveaxis(rows, 2, 0))
+    wrong = (chosen >= shape.experts).any(0)
+    for at in range(1, shape.top_k):  # far faster than to sort each row
+        wrong |= (chosen[:at] == chosen[at]).any(0)
+    if wrong.any():
+        row, layer = np.argwhere(wrong)[0].tolist()
+        raise ValueError(
+            f"response {request_id}, token {first + row}, layer {layer}: experts {rows[row, layer].tolist()}, where "
+            f"{shape.top_k} different ones of 0 .. {shape.experts - 1} belong"
+        )
+    return rows

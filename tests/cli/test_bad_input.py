@@ -56,7 +56,7 @@ def said(output: str, *parts: str) -> None:
 
 
 def test_a_missing_prompt_file(refused):
-    said(refused("data.path=nowhere.jsonl"), "nowhere.jsonl", "no such prompt file")
+    said(refused("data.path=nowhere.jsonl"), "nowhere.jsonl", "no such prompt file", "relative paths begin at")
 
 
 def test_an_empty_prompt_file(refused, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import ROOT
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

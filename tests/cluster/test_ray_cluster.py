@@ -14,7 +14,8 @@ import grpc
 import psutil
 import pytest
 
-from megatron_dapo.cluster.ray_cluster import Cluster, ClusterError, _check_reachable
+from megatron_dapo.cluster.placement import PlacementError
+from megatron_dapo.cluster.ray_cluster import Cluster, ClusterError, _check_reachable, check_memory
 from megatron_dapo.cluster.waits import StopRequested
 from tests.processes import ROOT
 
@@ -209,3 +210,9 @@ def test_sigterm_while_ray_starts_is_a_stop(monkeypatch):
     with pytest.raises(StopRequested):
         Cluster(processes=1, device="cpu")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_more_trainer_processes_than_memory_holds_are_refused():
+    check_memory(8, 16 << 30)
+    with pytest.raises(PlacementError, match=r"1000 trainer processes.* lower actor\.layout"):
+        check_memory(1000, 16 << 30)

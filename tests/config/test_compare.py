@@ -40,11 +40,20 @@ UNRELATED = """
     rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
     rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s
     rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
+    reward.environment_workers
     reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
     evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.device actor.micro_batch_tokens
     actor.recompute actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob actor.threads
 """
-SECTIONS = ("data.", "evaluation.", "reward.remote.", "actor.layout.", "actor.offload.", "monitor.")
+SECTIONS = (
+    "data.",
+    "evaluation.",
+    "reward.remote.",
+    "reward.remote_environment.",
+    "actor.layout.",
+    "actor.offload.",
+    "monitor.",
+)
 
 
 def test_every_key_is_compared_or_known_not_to_be(write):

@@ -114,9 +114,9 @@ def test_an_order_of_ones_own_names_the_same_prompt_whenever_it_is_asked(tmp_pat
     order = order_of("ByAnswer")
     assert [answers[order.index_at(position)] for position in range(9)] == [*range(7), 0, 1]
     for name, fault in {
-        "Random": "position .* has prompt .*, asked again .*, of 7",
-        "Counting": "asked again",
-        "TooFar": "position 7 has prompt 7, asked again 7, of 7",
+        "Random": "another prompt when it is asked again",
+        "Counting": "another prompt when it is asked again",
+        "TooFar": "indices of the 7 prompts; the first: .0, 1, 2",
         "Absent": "no function or class Absent",
     }.items():
         with pytest.raises(ConfigError, match=f"data.order = orders_of_ones_own:{name}: .*{fault}"):

@@ -219,6 +219,17 @@ def test_games_with_the_same_words_differ_by_what_is_to_be_found(tmp_path):
     assert ([prompt.answer for prompt in got.prompts], got.counts["duplicates"]) == (["1", "2"], 1)
 
 
+def test_a_game_may_have_a_ground_truth_that_no_verifier_reads(tmp_path):
+    file = write(tmp_path / "p.jsonl", [{"prompt": "play", "answer": {"board": [1, 2]}}])
+    with pytest.raises(DataError, match=r"wants a text; if the environment ends every episode itself, .* may be none"):
+        read(file, environment="guess:step")
+    (prompt,) = read(file, environment="guess:step", reward=RewardConfig(verifier="none")).prompts
+    assert (prompt.verifier, json.loads(prompt.answer)) == ("none", {"board": [1, 2]})
+    for verifier in ("none", "none + 0.5 * choice"):
+        with pytest.raises(ConfigError, match=r"p\.jsonl:1: verifier none is for prompts with an environment"):
+            read(file, reward=RewardConfig(verifier=verifier))
+
+
 @pytest.mark.parametrize("answer", ["NaN", "Infinity", "1e999", "true", "{}", "[]"])
 def test_what_is_no_answer_is_broken(tmp_path, answer):
     file = write(tmp_path / "p.jsonl", [f'{{"prompt": "a", "answer": {answer}}}\n'])

@@ -177,8 +177,10 @@ def exit_code(*overrides: str) -> int:
     return ended.value.exit_code
 
 
-def test_a_mixture_of_experts_is_certified(experts, capsys):
-    layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2")
+@pytest.mark.parametrize("replay", ["false", "true"])
+def test_a_mixture_of_experts_is_certified(experts, capsys, replay):
+    """Under routing replay with experts that no router would choose."""
+    layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2", f"actor.routing_replay={replay}")
     code = exit_code(f"model.path={experts}", *layout)
     output = capsys.readouterr().out
     assert code == ExitCode.FINISHED, output

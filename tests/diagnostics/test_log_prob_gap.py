@@ -27,6 +27,7 @@ from megatron_dapo.diagnostics.log_prob_gap import (
 )
 from rollout.generation import SamplingParams
 from tests.diagnostics.measure_head_gap import head_gaps
+from tests.diagnostics.measure_routing_gap import routing_gaps
 from tests.processes import ROOT
 
 pytestmark = [
@@ -110,3 +111,13 @@ def test_in_bfloat16_the_gap_is_smallest_with_the_output_layer_in_float32_on_bot
     gaps = {(gap.engine, gap.trainer): gap.mean_abs for gap in found}
     both = gaps.pop((True, True))
     assert 0 < both < min(gaps.values()), (both, gaps)
+
+
+@pytest.mark.slow
+def test_replayed_experts_lower_the_gap_in_bfloat16(tmp_path):
+    """The tokens that the trainer's routers sent elsewhere have the largest gaps."""
+    without, replayed = routing_gaps(tmp_path, "bfloat16", 32)
+    assert without.elsewhere > 0.02
+    assert replayed.elsewhere == 0
+    assert replayed.mean_abs < 0.6 * without.mean_abs
+    assert replayed.max_abs < 0.3 * without.max_abs

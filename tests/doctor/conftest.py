@@ -123,7 +123,7 @@ class GpuMachine:
 
     def examine(self, config=None) -> list[tuple[str, Finding]]:
         """All but `versions`, which are those of a whole environment, and what the config names."""
-        left_out = {"versions", "model", "disk", "host memory", "layout, tokenizer and data"}
+        left_out = {"versions", "model", "disk", "host memory", "inputs"}
         return [(name, finding) for name, finding in examine(self.facts(config)) if name not in left_out]
 
     def problems(self, config=None) -> list[tuple[Status, str, str]]:

@@ -58,7 +58,7 @@ def test_the_quickstart_passes(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}")
     assert answer.exit_code == 0, answer.stdout
     assert " 0 fail" in answer.stdout
-    for check in ("versions", "ports", "limits", "disk", "model", "host memory", "layout, tokenizer and data"):
+    for check in ("versions", "ports", "limits", "disk", "model", "host memory", "inputs"):
         assert f"{check}: " in answer.stdout
     assert not (tmp_path / "run").exists(), "it leaves nothing behind"
 
@@ -84,7 +84,7 @@ def test_the_command_asks_the_nvidia_smi_on_the_path(machine):
     machine.program("nvidia-smi", "#!/bin/sh\nexit 9\n")
     answer = doctor()
     assert answer.exit_code == 1
-    assert "fail    GPUs: nvidia-smi is here but lists no GPU (exit code 9): no output\n        fix: " in answer.stdout
+    assert "fail    gpus: nvidia-smi is here but lists no GPU (exit code 9): no output\n        fix: " in answer.stdout
 
 
 def test_a_fault_is_a_line_with_its_fix_told_once(tmp_path):
@@ -108,7 +108,7 @@ def test_a_dry_run_that_needs_other_nodes_is_not_made(monkeypatch, tmp_path):
     monkeypatch.setattr(config_checks, "dry_run", lambda *_: pytest.fail("it cannot run here"))
     shown = doctor(str(RECIPES / "h100_32.yaml"), f"run.dir={tmp_path}/run", "--dry-run").stdout
     assert "warning dry run: not made: it needs 32 GPUs of other nodes" in shown
-    assert "warning GPUs: none" in shown
+    assert "warning gpus: none" in shown
 
 
 def test_a_dry_run_needs_a_config():
@@ -219,7 +219,7 @@ def test_a_run_directory_is_free_or_goes_on_or_is_taken(config):
     check = config_checks.check_run_dir
     assert of(check, config)[0][0] is PASS, "a start that failed leaves these"
     (folder / "ledger.jsonl").write_text("{}\n")
-    assert of(check, config)[0][0] is FAIL
+    assert of(check, config)[0][0] is WARNING
     assert of(check, config, {"run.resume": True})[0][0] is PASS
     (folder / "ledger.jsonl").unlink()
     (folder / "model").mkdir()
@@ -253,14 +253,12 @@ def test_memory_counts_a_checkpoint_of_the_ranks_that_write_it():
     """Eight ranks of 4.1e9 parameters each: 53 GB a rank with the optimizer's state on the host, and 14 bytes a
     parameter more for a checkpoint."""
     config, hf = load_config(RECIPES / "h100_16.yaml"), BUILT_IN["Qwen2.5-32B"]
-    needed = needed_host_memory(config, hf, processes=8, on_gpu=True)
+    needed = needed_host_memory(config, hf, processes=8)
     assert needed == pytest.approx(902.4e9, rel=1e-3), "8 x (53.2 + 57.3), 10.3 of the coordinator, 8.1 of an export"
 
 
-def test_too_little_memory_is_a_warning(config, monkeypatch):
+def test_the_plan_says_nothing_of_the_memory_of_a_machine_without_gpus(config):
     assert of(config_checks.check_host_memory, config)[0][0] is PASS
-    monkeypatch.setattr(config_checks, "needed_host_memory", lambda *config, **machine: 1e18)
-    assert of(config_checks.check_host_memory, config)[0][0] is WARNING
 
 
 def test_ports_are_free_or_taken_and_servers_of_someone_else_answer(config, listener):

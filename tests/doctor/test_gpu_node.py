@@ -67,7 +67,7 @@ def test_gpus_that_other_nodes_bring_are_no_failure(machine, config):
 def test_a_node_of_a_larger_run_passes_but_for_what_it_does_not_have(machine):
     """Four such nodes: what the guide runs by srun."""
     recipe = load_config(RECIPES / "h100_32.yaml")
-    assert [(status, name) for status, name, _ in machine.problems(recipe)] == [(WARNING, "GPUs")]
+    assert [(status, name) for status, name, _ in machine.problems(recipe)] == [(WARNING, "gpus")]
 
 
 def test_a_login_node_checks_what_it_can_and_a_node_of_a_job_must_have_gpus(machine, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_login_node_checks_what_it_can_and_a_node_of_a_job_must_have_gpus(mach
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     status, name, found, _ = only(machine, recipe)
-    assert (status, name) == (WARNING, "GPUs")
+    assert (status, name) == (WARNING, "gpus")
     assert "32 processes of trainer and servers are too many for 2 cores" in found
     [memory] = config_checks.check_host_memory(machine.facts(recipe))
     assert memory.status is PASS, "its processes are to run elsewhere"
@@ -87,18 +87,25 @@ def test_a_login_node_checks_what_it_can_and_a_node_of_a_job_must_have_gpus(mach
     assert only(machine, cpu)[0] is FAIL, "no node brings it cores"
 
 
+def test_too_little_memory_is_a_warning(machine, config, monkeypatch):
+    config = changed(config, {"model.path": "examples/quickstart/base"})
+    for needed, status in ((1.0, PASS), (1e18, WARNING)):
+        monkeypatch.setattr(config_checks, "needed_host_memory", lambda *_, needed=needed: needed)
+        assert next(config_checks.check_host_memory(machine.facts(config))).status is status
+
+
 def test_servers_that_someone_else_runs_need_no_gpu_and_no_kernels_here(machine, config):
     outside = changed(config, {"rollout.urls": ("http://elsewhere:30000",)})
     machine.program("nvidia-smi", f"#!/bin/sh\nfor gpu in 0 1 2 3; do echo '{GPU}'; done\n")
     machine.module("sgl_kernel", None)
     shutil.rmtree(machine.cuda)
     assert {check for _, check, _ in machine.problems(outside)} <= {"ports"}
-    assert {check for _, check, _ in machine.problems(config)} >= {"GPUs", "imports", "compilers"}
+    assert {check for _, check, _ in machine.problems(config)} >= {"gpus", "imports", "compilers"}
 
 
 def test_gpus_whose_memory_is_in_use_are_a_warning(machine):
     machine.gpus(GPU.replace(" 4,", " 60000,"))
-    assert only(machine)[:3] == (WARNING, "GPUs", "memory of GPU 0, 1, 2, 3, 4, 5, 6, 7 is in use")
+    assert only(machine)[:3] == (WARNING, "gpus", "memory of GPU 0, 1, 2, 3, 4, 5, 6, 7 is in use")
 
 
 @pytest.mark.parametrize("memory", ["[N/A]", "1.2.3", "."])
@@ -121,7 +128,7 @@ def test_a_driver_that_lists_no_gpu_is_no_pass(script, status, said, machine, mo
     monkeypatch.setattr(probing, "ASK_DEADLINE_S", 1.0 if "sleep" in script else 30.0)
     machine.program("nvidia-smi", f"#!/bin/sh\n{script.replace('sleep', '/bin/sleep')}\n")
     found = only(machine)
-    assert found[:2] == (status, "GPUs")
+    assert found[:2] == (status, "gpus")
     assert said in found[2]
     assert status is WARNING or "reload the driver" in found[3]
 
@@ -141,7 +148,7 @@ def test_without_gpus_the_cpu_takes_what_it_can_hold(machine, config, monkeypatc
     machine.module("torch", NO_DRIVER)
     machine.module("sgl_kernel", None)
     found = only(machine, changed(config, {"actor.device": "cuda"}))
-    assert found[:3] == (FAIL, "GPUs", "none is visible"), "and kernels are not imported"
+    assert found[:3] == (FAIL, "gpus", "none is visible"), "and kernels are not imported"
 
 
 # torch

@@ -24,7 +24,7 @@ ASYNC = (
     "run.checkpoint_every=0",
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def check_async_ledger(run_dir: Path, *, prompts: int) -> None:
     assert later <= {"carried", "interrupted"}, "after the last step nothing is in flight"
 
 
-RUNS = ["undisturbed", pytest.param("resumed", marks=pytest.mark.slow)]
+RUNS = ["undisturbed", "resumed"]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -100,7 +100,9 @@ def test_samples_and_held_out_problems_are_episodes(resumed):
 
 
 def test_a_resume_with_another_environment_is_refused(resumed):
-    changed = start(resumed, *EPISODES, "run.resume=true", "rollout.max_turns=1", f"run.rollout_steps={STEPS + 1}")
+    changed = start(
+        resumed, *EPISODES, "run.resume=true", "rollout.max_observation_tokens=23", f"run.rollout_steps={STEPS + 1}"
+    )
     refused = changed.finish(60)
     assert refused.code == ExitCode.CONFIG
-    assert "rollout.max_turns = 1: the run in" in refused.output
+    assert "rollout.max_observation_tokens = 23: the run in" in refused.output

@@ -25,6 +25,15 @@ COUNTS = {Event.CHECKPOINT: 2, Event.CARRIED: 3, Event.FILTERED: 4, Event.EXPIRE
 ENDED = ("coordinator", "raylet", "agent", "environment")
 """Who takes the run with it: Ray ends the process that started it with its raylet, and the raylet with its agents."""
 
+EPISODES = (
+    "data.environment=tests.end_to_end.own_environment:again",
+    "rollout.max_turns=2",
+    "rollout.max_observation_tokens=24",
+    "rollout.max_new_tokens=40",
+    "algorithm.overlong.buffer=8",
+    "algorithm.turn_rewards=true",
+)
+
 TIMES = 28
 LIVES = 6
 
@@ -90,6 +99,23 @@ def test_every_kind_of_process_may_be_killed_after_the_first_step(undisturbed, t
     output = live_through(tmp_path / "run", victim, Event.FINISHED, 11)
     check_killed(victim, output)
     check_equal(tmp_path / "run", undisturbed, output)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_episodes(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("episodes") / "run"
+    finished = Running(*arguments(run_dir, *EPISODES), log=run_dir.parent / "out.txt").finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert '"earlier"' in (run_dir / "samples.jsonl").read_text(), "no episode had a second turn"
+    return run_dir
+
+
+@pytest.mark.parametrize(("victim", "count"), [("coordinator", 4), ("coordinator", 11), ("server", 11)])
+def test_a_kill_changes_nothing_of_episodes(undisturbed_episodes, tmp_path, victim, count):
+    """Turns are drawn by seeds of their own, and the environment is a function of the conversation."""
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *EPISODES)
+    check_killed(victim, output)
+    check_equal(tmp_path / "run", undisturbed_episodes, output)
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path):

@@ -67,6 +67,7 @@ def test_the_run_directory_holds_what_the_docs_say(whole):
     assert manifest["versions"]["megatron-core"]
     assert manifest["versions"]["sglang"]
     assert len(manifest["data"]["train"]["sha256"]) == 64
+    assert manifest["folder"] == str(ROOT)
 
 
 def test_every_step_has_its_metrics(whole):

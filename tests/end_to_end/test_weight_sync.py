@@ -84,3 +84,26 @@ def test_experts_on_two_ranks_learn_the_same_by_file_and_by_memory(tmp_path: Pat
     assert [line["weight_version"] for line in by_disk] == [1, 2]
     assert all(line["mismatch/mean_abs"] < 1e-6 and line["mismatch/max_abs"] < 1e-4 for line in by_disk)
     assert all(line["accuracy/mean"] > 0 and line["grad_norm"] > 0 for line in by_disk)
+
+
+OF_UPDATES = {"loss", "grad_norm", "kl/old", "clip_high_prob"}
+
+
+def test_replayed_experts_are_those_that_the_trainer_would_choose(tmp_path: Path) -> None:
+    """In float32 engine and trainer route alike: up to the first optimizer step the run with replay is the run without,
+    number for number. After it the routers would choose otherwise here and there, and replay keeps the servers'
+    choice."""
+    layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2", "actor.recompute=full")
+    model = with_experts(tmp_path / "model")
+    plain, replayed = (
+        finished_run(tmp_path / value, "disk", f"model.path={model}", f"actor.routing_replay={value}", *layout)
+        for value in ("false", "true")
+    )
+    changed = {name for name, value in plain[0].items() if replayed[0][name] != value}
+    assert {"loss", "grad_norm"} <= changed <= OF_UPDATES
+    for one, other in zip(plain, replayed, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-2)
+        assert other["mismatch/mean_abs"] < 1e-6
+        assert other["mismatch/max_abs"] < 1e-4
+    assert "--enable-return-routed-experts" in (tmp_path / "true" / "logs" / "server0.log").read_text()
+    assert "--enable-return-routed-experts" not in (tmp_path / "false" / "logs" / "server0.log").read_text()

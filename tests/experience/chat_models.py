@@ -128,6 +128,16 @@ class Talker:
     def so_far(self, request_id):
         return self.drawn.get(request_id)
 
+    def _routing(self, request, drawn, reason):
+        """A row for each token but the last, once a call is complete: its place, and the version that told it."""
+        known = request.begun.routing if request.begun is not None else None
+        if request.routing is None or reason is FinishReason.ABORT:
+            return known
+        known = np.zeros((0, 1, 2), np.uint8) if known is None else known
+        places = np.arange(len(known), request.prompt_ids.size + drawn - 1)
+        rows = np.stack([places, 200 + self.version % 50 + 0 * places], axis=-1)[:, None].astype(np.uint8)
+        return np.concatenate([known, rows])
+
     def _generation(self, request, ids, by, reason):
         places = request.prompt_ids.size + np.arange(len(ids))
         return Generation(
@@ -136,4 +146,5 @@ class Talker:
             log_probs=(-places / 1000).astype(np.float32),  # tells at which place of the sequence it was drawn
             weight_versions=np.array(by, np.int32),
             finish_reason=reason,
+            routing=self._routing(request, len(ids), reason),
         )

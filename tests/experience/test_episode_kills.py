@@ -8,9 +8,11 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler_state import SamplerState
-from rollout.generation import FinishReason
+from rollout.generation import FinishReason, RoutingShape
 from tests.experience.chat_models import ENVIRONMENTS, Talker, prompt_of
 from tests.experience.test_episodes import GUESSES, check_sequence, generator_of, group_of, pool_of, speak
+
+ROUTING = RoutingShape(layers=1, top_k=2, experts=256)
 
 
 def checkpoint(folder, *groups):
@@ -41,7 +43,7 @@ def test_an_episode_goes_on_from_any_token_after_a_kill(text, own, tmp_path, chu
             while True:
                 count += 1
                 fleet = Talker(text, slow, version=3 + count, chunk=chunk)
-                generator = generator_of(text, prompt, fleet, pool, limit=200)
+                generator = generator_of(text, prompt, fleet, pool, limit=200, routing=ROUTING)
                 generator.restore(begun or ())
                 fleet.going.clear()
                 task = asyncio.ensure_future(generator.group(0, 3))
@@ -76,6 +78,11 @@ def test_an_episode_goes_on_from_any_token_after_a_kill(text, own, tmp_path, chu
         assert np.all(np.diff(one.generation.weight_versions) >= 0)
         assert np.ptp(one.generation.weight_versions) > 0
         assert (one.reward_raw, one.text) == (other.reward_raw, other.text)
+        routing = one.generation.routing
+        assert len(routing) == prompt.ids.size + one.generation.token_ids.size - 1
+        np.testing.assert_array_equal(routing[:, 0, 0], np.arange(len(routing)))  # each token's row once
+        assert np.all(np.diff(routing[:, 0, 1].astype(int)) >= 0)
+        assert len(np.unique(routing[:, 0, 1])) > len(one.earlier), "rows of earlier turns were asked for again"
         check_sequence(text, prompt, one)
 
 

@@ -25,6 +25,7 @@ from megatron_dapo.experience.observations import turn_rules
 from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
+from rollout.config import CONTEXT_RESERVE
 from rollout.generation import SamplingParams
 from tests.experience.chat_models import Talker, prompt_of
 from tests.experience.test_observations import config
@@ -41,7 +42,7 @@ def speak(before, sample):
     return f"{GUESSES[(sample + said - 1) % 3]}<|im_end|>"
 
 
-def generator_of(text, prompts, fleet, pool, *overrides, limit=60, **algorithm):
+def generator_of(text, prompts, fleet, pool, *overrides, limit=60, routing=None, **algorithm):
     prompts = prompts if isinstance(prompts, list) else [prompts]
     spans = (Span(name="f", start=0, count=len(prompts), weight=1.0),)
     rules = turn_rules(config(*overrides), text, prompts)
@@ -51,6 +52,7 @@ def generator_of(text, prompts, fleet, pool, *overrides, limit=60, **algorithm):
         lambda version: SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids),
         AlgorithmConfig(**{"group_size": 4, "overlong": OverlongConfig(shape="none")} | algorithm),
         seed=0,
+        routing=routing,
     )
 
 
@@ -184,6 +186,58 @@ def test_turn_rewards_are_added_where_the_key_says_so(text, own):
     assert {each.reward_raw for each in never.responses} == {2.0}, "all three turns, and -1"
 
 
+def test_a_turn_for_which_a_server_has_no_room_is_not_asked_for(text, own):
+    never = prompt_of(text, "?" * 200, environment=own("never"))
+    keys = ("rollout.max_turns=3", "rollout.max_observation_tokens=80", "data.max_prompt_tokens=1")
+    keys += ("rollout.max_new_tokens=16", "algorithm.overlong.buffer=8")
+    whole, fleet = group_of(text, never, speak, *keys)
+    second = next(request for request in fleet.asked if "-s0-t1" in request.request_id)
+    there = second.prompt_ids.size + drawn_turns(whole.responses[0].generation)[1].size
+    for context, turns in ((there + 80 + CONTEXT_RESERVE, 3), (there + 80 + CONTEXT_RESERVE - 1, 2)):
+        group, _ = group_of(text, never, speak, *keys, f"model.context_length={context}")
+        assert {1 + len(each.earlier) for each in group.responses[:3]} == {turns}
+        assert {each.verdict.rule for each in group.responses} == {UNENDED}
+
+
+def test_seconds_in_which_only_environments_are_awaited_have_a_place_of_their_own(text, own, tmp_path):
+    gate = tmp_path / "gate"
+    waiting = prompt_of(text, "?", environment=own("waits"), answer=str(gate))
+    single = prompt_of(text, "3 + 4?")
+
+    async def seconds(prompt):
+        pool, found = pool_of(timeout_s=60.0), []
+        generator = generator_of(text, prompt, Talker(text, lambda *_: "Answer: 7<|im_end|>"), pool)
+        try:
+            task = asyncio.ensure_future(generator.group(0, 3))
+            await asyncio.sleep(1.0)
+            found.append(generator.take_seconds())
+            gate.write_text("")
+            await task
+            return [*found, generator.take_seconds()]
+        finally:
+            pool.close()
+
+    first, _ = asyncio.run(asyncio.wait_for(seconds(waiting), 60))
+    assert first == {"environment": pytest.approx(1.0, abs=0.3), "reward": 0.0}
+    both = asyncio.run(asyncio.wait_for(seconds(single), 60))
+    assert sum(each["environment"] for each in both) == 0.0
+    assert sum(each["reward"] for each in both) > 0.0
+
+
+def test_what_an_environment_returns_by_mistake_stops_the_run_in_words(text, own, tmp_path):
+    (tmp_path / "own_episodes.py").write_text("def wrong(episode): return 7")
+    with pytest.raises(Unjudged, match=r"environment 'own_episodes:wrong': it returned '7', which is no Observation"):
+        group_of(text, prompt_of(text, "?", environment=own("wrong")))
+
+
+def test_verifier_none_is_never_asked_where_the_environment_ends_each_episode(text, own):
+    game = prompt_of(text, "Guess.", environment=own("guess"), verifier="none")
+    group, _ = group_of(text, game)
+    assert all(each.by_environment and each.accuracy for each in group.responses)
+    with pytest.raises(Unjudged, match=r"no verdict by 'none': an environment left the verdict"):
+        group_of(text, prompt_of(text, "?", environment=own("calculator"), verifier="none"))
+
+
 def test_an_environment_that_nobody_can_ask_stops_the_run(text, own):
     with pytest.raises(Unjudged, match=r"prompt 0 \(f:1\): environment 'own_episodes:away': no such table"):
         group_of(text, prompt_of(text, "?", environment=own("away")))
@@ -223,6 +277,7 @@ def test_files_columns_figures_and_samples_know_turns(text, own, tmp_path):
     save_progress(Progress(rollout_step=1, optimizer_step=1, weight_version=3, sampler=carried), tmp_path)
     (loaded,) = load_progress(tmp_path).sampler.carried
     for one, other in zip(group.responses, loaded.responses, strict=True):
+        assert one.by_environment is other.by_environment is True
         assert (one.earlier, one.verdict, one.generation.given) == (
             other.earlier,
             other.verdict,
@@ -245,6 +300,7 @@ def test_files_columns_figures_and_samples_know_turns(text, own, tmp_path):
     (line,) = write_samples(1, [loaded], [prompt], tmp_path / "samples.jsonl", 1)
     assert [(turn["response"], turn["observation"]) for turn in line["earlier"]] == [("5", "higher"), ("9", "lower")]
     assert line["response"] == "7"
+    assert (line["environment"], line["judged_by"]) == (own("guess"), "environment")
 
 
 def evaluated(text, prompt, fleet, folder, *overrides):

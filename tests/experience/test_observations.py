@@ -1,15 +1,21 @@
 """What stands between two turns, with real tokenizers and chat templates: tokens that only append."""
 
+import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sentencepiece
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.data.tokenizer import load_text_tools
+from megatron_dapo.experience.episodes import Play
 from megatron_dapo.experience.observations import appended, turn_rules
 from reward.environment import Observation
+from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 from tests.experience.chat_models import KEEPING, NO_TOOLS, OPENING, STRIPPING, prompt_of, save_model
 from tests.processes import ROOT
 
@@ -121,10 +127,94 @@ def test_keys_that_contradict_each_other_are_refused_by_name():
     assert "environment 'guess' is not known" in refused("data.environment=guess")
     small = refused("data.environment=a:b", "rollout.max_observation_tokens=9")
     assert "model.context_length = 128" in small
-    assert "max_observation_tokens between max_turns turns, 191 tokens" in small
+    assert "between turns where there are any, 191 tokens" in small
     thinking = ("rollout.thinking_budget=9", "rollout.thinking_end=x")
     both = refused("evaluation.environment=a:b", "model.context_length=9999", *thinking)
     assert "rollout.thinking_budget = 9: is for one answer, not for turns (data.environment)" in both
     plain = load_config(QUICKSTART / "dapo.yaml")
     assert (plain.has_environments, plain.longest_continuation) == (False, 64)
     assert np.isclose(config("rollout.max_turns=3").longest_continuation, 64 + 2 * 100)
+
+
+def test_a_flood_is_cut_before_the_tokenizer_sees_it(tmp_path):
+    text = tools(tmp_path, KEEPING)
+    made, seen = rules(text), []
+    counted = SimpleNamespace(encode=lambda said, **keys: seen.append(len(said)) or text.tokenizer.encode(said, **keys))
+    counting = replace(made, text=replace(text, tokenizer=counted))
+    for said in ("word " * 40_000, "x" * 131_072):
+        assert len(counting.fit(Observation(said), True, -1)[1]) > 60
+    assert max(seen) < 5 * 100
+    whole = "high " * 80
+    assert counting.fit(Observation(whole), True, -1)[0] != whole, "too many tokens"
+    assert counting.fit(Observation("high" * 64), True, -1)[0] == "high" * 64, "64 tokens of four characters each"
+
+
+def sentencepiece_model(folder):
+    """A byte-fallback BPE model as Llama 2's: a space before the first word, control tokens that have no text."""
+    sentences = ["higher", "lower", "the number is seven", "print(12 * 3)", "You are right\n"] * 50
+    with io.BytesIO() as trained:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences), model_writer=trained, model_type="bpe", vocab_size=330,
+            byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+            control_symbols=["[CALL]"], hard_vocab_limit=False,
+        )  # fmt: skip
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    vocabulary = {pieces.id_to_piece(at): at for at in range(pieces.vocab_size())}
+    merges = {
+        (left, piece[len(left) :]): rank
+        for piece, rank in vocabulary.items()
+        for left in (piece[:cut] for cut in range(1, len(piece)))
+        if left in vocabulary and piece[len(left) :] in vocabulary and not piece.startswith(("<", "["))
+    }
+    backend = Tokenizer(
+        models.BPE(vocabulary, sorted(merges, key=merges.__getitem__), byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>", "[CALL]"])
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {"vocab_size": len(vocabulary), "eos_token_id": backend.token_to_id("</s>")}
+    (folder / "config.json").write_text(json.dumps(config))
+    return pieces, load_text_tools(folder)
+
+
+def test_a_sentencepiece_tokenizer_puts_no_space_between_a_turn_and_what_comes_back(tmp_path):
+    pieces, text = sentencepiece_model(tmp_path / "model")
+    for said in ("the number is seven", "higher\n"):
+        assert text.tokenizer.encode(said, add_special_tokens=False) == pieces.encode(said), "as the library has it"
+    (space,) = {pieces.encode("higher")[0]} - {*pieces.encode("lower")}
+    assert pieces.id_to_piece(space).startswith("▁")
+    made = rules(text, chat=False)
+    drawn = text.tokenizer.encode("lower", add_special_tokens=False)
+    for said in ("higher", "higher\nlower", " higher", "\nhigher", "漢", "12 * 3"):
+        _, given = made.fit(Observation(said), False, -1)
+        assert text.tokenizer.decode([*drawn, *given]) == "lower" + said
+        assert pieces.decode([*drawn, *given]) == "lower" + said
+    plain = tools(tmp_path / "bytes", KEEPING)
+    for said in ("higher", " higher", "\n\nhigh", "a\n"):
+        assert plain.ids_behind(said) == plain.tokenizer.encode(said, add_special_tokens=False), "nothing changes there"
+
+
+def test_special_tokens_are_among_the_ids_that_an_environment_gets_and_not_in_its_text(tmp_path):
+    _, text = sentencepiece_model(tmp_path / "model")
+    call, end = (text.tokenizer.encode(mark, add_special_tokens=False)[-1] for mark in ("[CALL]", "</s>"))
+    drawn = np.array([call, *text.ids_behind("higher"), end], np.int32)
+    nothing = np.zeros(drawn.size, np.float32)
+    turn = Generation(
+        request_id="a", token_ids=drawn, log_probs=nothing, weight_versions=nothing.astype(np.int32),
+        finish_reason=FinishReason.STOP,
+    )  # fmt: skip
+    prompt = prompt_of(text, "?", environment="a:b", chat=False)
+    request = GenerationRequest(
+        request_id="a", group_id="a", prompt_ids=prompt.ids, sampling=SamplingParams(max_new_tokens=99), seed=0
+    )
+    play = Play.of(prompt, request, rules(text, chat=False))
+    play.newest = turn
+    (seen,) = play.episode(text.decoder.decode(drawn, skip_special_tokens=True)).turns
+    assert seen.response == "higher"
+    assert (seen.token_ids[0], seen.token_ids[-1]) == (call, end)

@@ -100,7 +100,7 @@ def test_given_tokens_are_in_no_length_and_no_column(groups, tmp_path):
 def test_samples_say_which_were_interrupted(groups, tmp_path):
     (first, *others) = with_interruptions(groups)
     first = replace(first, responses=first.responses[1:])
-    prompt = SimpleNamespace(place="p", source="s", text="?", answer="1", verifier="robust")
+    prompt = SimpleNamespace(place="p", source="s", text="?", answer="1", verifier="robust", environment=None)
     lines = write_samples(1, [first, *others], [prompt] * 3, tmp_path / "samples.jsonl", 2)
     assert [line.get("interrupted", False) for line in lines[:2]] == [True, False]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.monitor.catalog import UndeclaredMetricError
-from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, sample_text, series
+from megatron_dapo.monitor.writer import MetricsError, MetricsWriter, read_metrics, sample_text
 
 
 def line(step: int, **values) -> dict:
@@ -94,13 +94,6 @@ def test_a_run_without_metrics_has_none(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_series_leaves_out_what_was_not_measured():
-    lines = [line(1, entropy=0.1), line(2), line(3, entropy=None), line(4, entropy=0.4)]
-    assert series(lines, "entropy") == ([1, 4], [0.1, 0.4])
-    with pytest.raises(UndeclaredMetricError):
-        series(lines, "entrpy")
-
-
 SAMPLE = {
     "accuracy": False, "reward_shaped": -1.0, "extracted": None, "answer": "7", "prompt_text": "2 + 5 ?",
     "response": "**8**\n\n<b>"
@@ -149,6 +142,9 @@ def test_a_response_stays_text_in_markdown():
     text = sample_text(SAMPLE)
     assert text.startswith("**wrong**\n\n    reward_shaped: -1.0\n")
     assert "    response: **8**\n\n    <b>" in text, "indented: a block of code"
+    turns = [{"response": "I ask", "observation": "12 * 3", "role": "tool"}]
+    shown = sample_text(SAMPLE | {"earlier": turns})
+    assert "    response: I ask\n    tool: 12 * 3\n    response: **8**\n" in shown
     long = sample_text(SAMPLE | {"response": "x" * 100_000 + " the end"})
     assert len(long) < 9000
     assert long.endswith(" the end")

@@ -122,14 +122,44 @@ def test_one_that_floods_is_cut_and_what_it_prints_goes_nowhere(own):
     assert half.outcome == Observation("a ? b")
 
 
-@pytest.mark.parametrize("name", ["number", "not_json", "large", "endless"])
-def test_what_is_no_outcome_is_an_error_of_the_step_and_refused_by_the_trial(own, name):
-    (found,) = stepped((own(name), episode("7")))
-    assert found.error.startswith("NotAnOutcome")
+def test_a_tool_that_hangs_delays_neither_verdicts_nor_other_steps_and_verdicts_no_step(own):
+    async def ask():
+        pool = RewardPool(RewardConfig(workers=1, algebra_workers=1, environment_workers=2, timeout_s=20.0))
+        waiting = [asyncio.ensure_future(pool.step(own("sleeps"), episode("7")))]
+        try:
+            await asyncio.sleep(0.2)
+            slow = VerificationRequest(response="{", ground_truth='{"equals": 7}', verifier="json")
+            for _ in range(3):
+                assert (await pool.step(own("guess"), episode("7"))).outcome == End(accuracy=True)
+                (verdict,) = await pool.verify([slow])
+                assert verdict.error is None
+            long = VerificationRequest(response="15", ground_truth="15", verifier="tests.reward.hostile:sleep")
+            waiting.append(asyncio.ensure_future(pool.verify([long])))
+            await asyncio.sleep(0.2)
+            assert (await pool.step(own("guess"), episode("7"))).outcome == End(accuracy=True)
+            assert not any(each.done() for each in waiting)
+        finally:
+            await asyncio.to_thread(pool.close)
+            errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in errors] == [PoolError, PoolError]
+
+    asyncio.run(asyncio.wait_for(ask(), 90))
+
+
+def test_a_state_that_is_too_long_costs_the_episode_a_message(own):
+    (found,) = stepped((own("large"), episode("7")))
+    assert found.error.startswith("ValueError: the state has 70002 characters of JSON")
     assert not found.unjudged
+
+
+@pytest.mark.parametrize("name", ["number", "not_json", "endless"])
+def test_what_is_no_outcome_stops_the_run_and_is_refused_by_the_trial(own, name):
+    (found,) = stepped((own(name), episode("7")))
+    assert "it returned " in found.error or "JSON cannot hold the state" in found.error
+    assert found.unjudged
     truths = {own(name): [("train.jsonl:1", "?", "7")]}
     with pytest.raises(VerifierError, match=r"data.environment = .*exit code"):
-        check_environments({own(name): "data.environment"}, truths)
+        check_environments({own(name): "data.environment"}, RewardConfig(), truths)
 
 
 def test_what_no_response_is_to_blame_for_stops_the_run(own):
@@ -168,7 +198,7 @@ def test_a_worker_that_was_killed_by_others_is_replaced_and_the_step_asked_again
     mark = tmp_path / "mark"
 
     async def ask():
-        pool = RewardPool(RewardConfig(workers=1, timeout_s=20.0))
+        pool = RewardPool(RewardConfig(workers=1, environment_workers=1, timeout_s=20.0))
         try:
             await pool.step(own("guess"), episode("7"))
             workers = pool.worker_pids()
@@ -187,13 +217,13 @@ def test_a_worker_that_was_killed_by_others_is_replaced_and_the_step_asked_again
 
 def test_an_environment_that_can_be_run_passes_the_trial_and_one_that_cannot_is_named(own):
     truths = {own("guess"): [("train.jsonl:1", "?", "7"), ("train.jsonl:2", "?", "seven")]}
-    check_environments({own("guess"): "data.environment"}, truths)
+    check_environments({own("guess"): "data.environment"}, RewardConfig(), truths)
     with pytest.raises(VerifierError, match=r"data.mixture.1.environment = own_environments:nothing"):
-        check_environments({own("nothing"): "data.mixture.1.environment"})
+        check_environments({own("nothing"): "data.mixture.1.environment"}, RewardConfig())
     with pytest.raises(VerifierError, match=r"evaluation.environment = own: .*environment 'own' is not known"):
-        check_environments({"own": "evaluation.environment"})
+        check_environments({"own": "evaluation.environment"}, RewardConfig())
     with pytest.raises(VerifierError, match=r"train.jsonl:1: the service is away"):
-        check_environments({own("refuses"): "x"}, {own("refuses"): [("train.jsonl:1", "?", "7")]})
+        check_environments({own("refuses"): "x"}, RewardConfig(), {own("refuses"): [("train.jsonl:1", "?", "7")]})
 
 
 def test_a_conversation_reads_as_a_chat():
@@ -261,7 +291,7 @@ def test_python_runs_the_last_block_where_verifier_code_would():
     assert silent.outcome == Observation("(no output, exit code 0)", role="tool")
     assert (prose.outcome, prose.error) == (None, None), "the verifier judges it"
     assert broken.outcome == Observation("error: this is no Python program", role="tool")
-    check_environments({"python": "data.environment"}, {"python": [("f:1", "?", "7")]})
+    check_environments({"python": "data.environment"}, RewardConfig(), {"python": [("f:1", "?", "7")]})
 
 
 def test_the_example_of_the_page_runs_as_it_stands_there(tmp_path, monkeypatch):

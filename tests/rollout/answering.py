@@ -23,8 +23,11 @@ class Answer:
             self._response = web.StreamResponse(headers={"Content-Type": kind})
             await self._response.prepare(request)
 
-    def content(self, drawn: list[list], reason: dict | None, label: str, total: int) -> bytes:
-        """A segment of entries [log-prob, id, text]; `total`: tokens of the response up to its end."""
+    def content(
+        self, drawn: list[list], reason: dict | None, label: str, total: int, experts: str | None = None
+    ) -> bytes:
+        """A segment of entries [log-prob, id, text]; `total`: tokens of the response up to its end; `experts`: int32 in
+        base64."""
         meta = {
             "finish_reason": reason,
             "output_token_logprobs": drawn,
@@ -33,6 +36,7 @@ class Answer:
             "cached_tokens": 3,
             "num_retractions": 2,
         }
+        meta |= {} if experts is None else {"routed_experts": experts}
         answer = {"output_ids": [entry[1] for entry in drawn], "meta_info": meta}
         return frame(segment_of(answer)) if self.packed else orjson.dumps(answer)
 

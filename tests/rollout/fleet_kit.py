@@ -49,11 +49,13 @@ async def fleet_of(
     timing: Timing = FAST,
     observe: Callable[[ServedPart], None] = lambda part: None,
     start_s: float = 5.0,
+    routed_experts: bool = False,
     **settings: Any,
 ) -> AsyncIterator[RolloutFleet]:
     config = RolloutConfig(**({"request_deadline_s": 5.0, "fleet_deadline_s": 3.0} | settings))
     lines = [] if reports is None else reports
-    fleet = RolloutFleet(config, engines, vocab_size=VOCABULARY, report=lines.append, timing=timing, observe=observe)
+    options: dict[str, Any] = {"timing": timing, "observe": observe, "routed_experts": routed_experts}
+    fleet = RolloutFleet(config, engines, vocab_size=VOCABULARY, report=lines.append, **options)
     await fleet.start(start_s)
     try:
         yield fleet

@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -41,18 +41,20 @@ class Place:
 
 
 def make_place(
-    loop: asyncio.AbstractEventLoop, root: Path, kind: str, *, deterministic: bool, **changes: object
+    loop: asyncio.AbstractEventLoop,
+    root: Path,
+    kind: str,
+    *,
+    deterministic: bool,
+    routed_experts: bool = False,
+    settings: Mapping[str, Any] = {},
+    **changes: object,
 ) -> Place:
     folder, reports, key_file = root / kind, list[str](), root / f"{kind}.key"
     new_key(key_file)
     model = save_model(folder, kind, seed=1, **changes)
-    config = RolloutConfig(
-        deterministic=deterministic,
-        max_running_requests=64,
-        kv_cache_tokens=32768,
-        memory_fraction=0.5,
-        stream_every=16,
-    )
+    given: dict[str, Any] = {"max_running_requests": 64, "kv_cache_tokens": 32768, "stream_every": 16}
+    config = RolloutConfig(deterministic=deterministic, memory_fraction=0.5, **given | dict(settings))
     spec = ServerSpec(
         model_path=folder,
         device="cpu",
@@ -61,9 +63,11 @@ def make_place(
         seed=3,
         log_path=root / f"{kind}.log",
         api_key_file=key_file,
+        routed_experts=routed_experts,
     )
     server = LocalServer(config, spec)
-    fleet = RolloutFleet(config, [server], vocab_size=VOCABULARY, report=reports.append, api_key=read_key(key_file))
+    options = {"report": reports.append, "api_key": read_key(key_file), "routed_experts": routed_experts}
+    fleet = RolloutFleet(config, [server], vocab_size=VOCABULARY, **options)  # type: ignore[arg-type]
     return Place(loop=loop, fleet=fleet, server=server, folder=folder, model=model, reports=reports)
 
 

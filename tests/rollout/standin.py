@@ -5,13 +5,16 @@ weights drew it and at which position.
 """
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 from aiohttp import web
 
+from rollout.generation import RoutingShape
 from rollout.weights.checksums import expected_checksums
 from rollout.wire.client import ServerInfo
 from rollout.wire.reply import MEDIA_TYPE
@@ -27,9 +30,21 @@ LINGERS_S = 0.02
 """An ended request stays in the scheduler after its answer, as one of an overlapped batch; a pause keeps it there."""
 
 
+SHAPE = RoutingShape(layers=3, top_k=2, experts=6)
+"""Of the mixture of experts that a stand-in says it is."""
+
+
+def experts_at(places: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """[n, layers, k]: where a stand-in of each version sends the token at each place of prompt and response."""
+    first = (places[:, None] + np.arange(SHAPE.layers) + 2 * versions[:, None]) % SHAPE.experts
+    return np.stack([first, (first + 1 + versions[:, None] % 5) % SHAPE.experts], axis=-1)
+
+
 class StandIn:
     """Engine: the server runs in the test's own event loop."""
 
+    spoils_experts: Callable[[np.ndarray], np.ndarray] | None = None
+    """What it makes of the experts before it sends them."""
     load: tuple[float, int] | None = None
     """Share of its KV cache in use and requests that wait, as /v1/loads tells; None: it knows no such route."""
 
@@ -212,9 +227,14 @@ class StandIn:
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
-        if reason["type"] == "abort" and self.repeats_itself:
-            sent = 0
-        return await answer.end(answer.content(drawn[sent:], reason, self.label, len(drawn)))
+        retracted = reason["type"] == "abort" and self.repeats_itself
+        sent, experts = 0 if retracted else sent, None
+        if body.get("return_routed_experts") and not retracted:
+            start, end = body["routed_experts_start_len"], len(body["input_ids"]) + len(drawn) - 1
+            rows = experts_at(np.arange(start, end), np.full(end - start, self.version))
+            rows = rows if self.spoils_experts is None else self.spoils_experts(rows)
+            experts = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+        return await answer.end(answer.content(drawn[sent:], reason, self.label, len(drawn), experts))
 
     async def _begin(self, request: web.Request, body: dict) -> Answer:
         packed = self.packs and request.headers.get("Accept") == MEDIA_TYPE

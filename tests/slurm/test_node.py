@@ -89,8 +89,6 @@ def test_the_head_is_where_srun_started_the_tasks_from(monkeypatch):
     if own:
         monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", own)
         assert node._head_host() == own
-        assert node._towards(f"{own}:1") == own
-    assert node._towards("127.0.0.1:1") == "127.0.0.1"
 
 
 def test_a_node_that_the_heads_address_does_not_reach_ends_the_job_at_once(tmp_path, monkeypatch):

@@ -226,3 +226,11 @@ def test_a_run_that_goes_back_is_not_finished_any_more(begun):
     run_dir.go_back_to(1)
     assert not (run_dir.path / "summary.json").exists()
     assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
+
+
+def test_a_resume_neither_begins_nor_ends_routing_replay(begun):
+    """Carried groups come with the experts of their tokens, or without."""
+    run_dir, file = begun
+    with pytest.raises(RunDirError, match=r"actor\.routing_replay = True: .* begun with False") as caught:
+        check_resume(load_config(file, ["actor.routing_replay=true"]), inputs(), run_dir)
+    assert caught.value.overrides == ("actor.routing_replay=false",)

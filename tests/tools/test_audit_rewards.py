@@ -50,6 +50,18 @@ def test_rows_on_which_the_rules_disagree_are_listed(run, capsys):
     assert "3 more rows" in capsys.readouterr().out
 
 
+def test_what_an_environment_judged_is_counted_and_not_judged_by_a_verifier(run, capsys):
+    game = {"environment": "guess:step", "verifier": "none", "accuracy": True, "rollout_step": 1}
+    tool = {"environment": "python", "verifier": "robust", "judged_by": "verifier", "accuracy": True}
+    folder = run(line("7", **game, judged_by="environment"), line("Answer: 42", **tool), line("Answer: 41", **tool))
+    assert main([folder]) == EXIT_DISAGREE
+    page = capsys.readouterr().out
+    assert page.startswith("3 responses, 1 to look at; robust changed: 1; judged by an environment, and not again: 1")
+    assert "samples.jsonl:3" in page
+    assert "samples.jsonl:1" not in page
+    assert main([folder, "--all"]) == EXIT_DISAGREE
+
+
 @pytest.mark.parametrize("name", [5, ["robust"], {"a": 1}])
 def test_a_verifier_that_is_no_text_is_named(run, capsys, name):
     assert main([run(line("Answer: 42", verifier=name))]) == EXIT_USAGE

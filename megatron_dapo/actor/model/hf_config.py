@@ -167,11 +167,21 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
         return kept * plain + (1 - kept) * plain / scaling.factor
 
 
+MOST_REPLAYED = 256
+"""Experts that routing replay can tell apart: a choice is one byte."""
+
+
 def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
     """`check_layout`, and raise ConfigError where experts cannot be computed as the config says."""
     check_layout(hf, actor.layout)
     if hf.experts is not None and actor.fp8 != "none":
         raise ConfigError(f"actor.fp8 = {actor.fp8}: not supported for a mixture of experts; set it to none")
+    experts = hf.experts.count if hf.experts is not None else 0
+    if actor.routing_replay and not 0 < experts <= MOST_REPLAYED:
+        raise ConfigError(
+            f"actor.routing_replay = true: the model has {experts} experts, and it needs 1 to {MOST_REPLAYED}; set it "
+            "to false"
+        )
 
 
 def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_dapo.actor.device import DeviceChoice
+from megatron_dapo.actor.model import routing_replay
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary
 from megatron_dapo.actor.packing import round_up
@@ -83,6 +84,8 @@ def build_model(
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
+        if actor.routing_replay:
+            routing_replay.install(chunk)
         chunks.append(chunk)
     return chunks
 

@@ -85,6 +85,8 @@ class PackedSequences(PackedSeqParams):
     device: torch.device
     context_parallel: int = 1
     context_rank: int = 0
+    routing: torch.Tensor | None = None
+    """uint8 [t, layers, k]: the experts that each local token is sent to; None: the routers choose."""
 
     def __post_init__(self) -> None:
         ends = torch.tensor([0, *self.padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
