@@ -17,10 +17,12 @@ from pydantic import TypeAdapter
 
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.monitor.console import Console, Count
-from megatron_dapo.storage.run_dir import RunDir
+from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 FILE = "status.json"
 INTERVAL_S = 2.0
+ELSEWHERE_S = 3 * INTERVAL_S
+"""How long a run that another machine may hold is watched for a further sign of life."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,27 @@ def read_heartbeat(folder: Path) -> Heartbeat | None:
         return TypeAdapter(Heartbeat).validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):
         return None
+
+
+async def refuse_live_elsewhere(run_dir: RunDir) -> None:
+    """What the lock does on file systems whose locks do not reach beyond a machine (NFS and Lustre can be mounted so).
+
+    Waits only where the last sign of life is another machine's and its run had no end. Clocks are not compared.
+
+    Raises:
+        RunDirError: a run on another machine gives signs of life in this directory.
+    """
+    before = read_heartbeat(run_dir.path)
+    if before is None or before.state != "running" or before.host == socket.gethostname():
+        return
+    for _ in range(round(4 * ELSEWHERE_S / INTERVAL_S)):  # on a shared disk a read may fail
+        await asyncio.sleep(INTERVAL_S / 4)
+        now = read_heartbeat(run_dir.path)
+        if now is not None and now.state == "running" and now.written != before.written:
+            raise RunDirError(
+                f"run.dir = {run_dir.path}: a live run holds it (process {now.pid} on {now.host}), though its lock is "
+                "not seen here; wait for it or choose another"
+            )
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.cluster.heartbeat import heartbeat
+from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
@@ -92,6 +92,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
             console.note(f"this run is finished after {done['rollout_steps']} steps; to go on, raise run.rollout_steps")
             return done
         waits = Waits(stop)
+        await refuse_live_elsewhere(run_dir)
         beat = await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps, console))
         base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.

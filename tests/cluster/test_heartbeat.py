@@ -3,15 +3,17 @@
 import asyncio
 import json
 import os
+import socket
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo.cluster import heartbeat as module
-from megatron_dapo.cluster.heartbeat import heartbeat, read_heartbeat
+from megatron_dapo.cluster.heartbeat import Heartbeat, heartbeat, read_heartbeat, refuse_live_elsewhere
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.monitor.console import Console, Count
-from megatron_dapo.storage.run_dir import RunDir
+from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 
 @pytest.fixture
@@ -101,6 +103,47 @@ def test_it_is_never_read_half(run_dir):
     live(run_dir, nothing)
     assert json.loads((run_dir.path / "status.json").read_text())["state"] == "finished"
     assert not list(run_dir.path.glob("*.tmp"))
+
+
+def sign_of(run_dir, *, host: str, state: str = "running") -> Heartbeat:
+    sign = Heartbeat(
+        pid=7,
+        host=host,
+        started=1.0,
+        written=1.0,
+        state=state,
+        rollout_steps=3,
+        waits=[],
+        error=None,
+        error_at=None,
+    )
+    run_dir.write_json("status.json", asdict(sign))
+    return sign
+
+
+def test_a_run_of_another_machine_that_goes_on_is_refused_whatever_its_clock(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
+    sign = sign_of(run_dir, host="node-9")
+
+    async def test():
+        watching = asyncio.create_task(refuse_live_elsewhere(run_dir))
+        await asyncio.sleep(0.05)
+        sign.written = 0.5
+        run_dir.write_json("status.json", asdict(sign))
+        await watching
+
+    with pytest.raises(RunDirError, match=r"a live run holds it \(process 7 on node-9\)"):
+        asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("host", "state"), [("node-9", "running"), ("node-9", "failed"), (socket.gethostname(), "running")]
+)
+def test_a_dead_one_is_not(run_dir, monkeypatch, host, state):
+    monkeypatch.setattr(module, "ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.04)
+    sign_of(run_dir, host=host, state=state)
+    asyncio.run(refuse_live_elsewhere(run_dir))
 
 
 def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
