@@ -88,24 +88,20 @@ def local_path(path: str, setting: str) -> str:
     return str(Path(done.stdout.strip(), address["file"] or ""))
 
 
-def download_hint(path: str | Path, kind: str, setting: str) -> str:
-    """The end of a message that `path` is not there: how to get what has this name on the hub. Empty if none can."""
+def download_hint(path: Path, kind: str, setting: str) -> str:
+    """The end of a message that `path` is not there: where a relative one begins, and how to get what has this name on
+    the hub, if anything can."""
+    begins = "" if path.is_absolute() else f" (relative paths begin at {Path.cwd()})"
     name = r"(?!(?:models|datasets|data|runs)/)\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.csv)(?<!\.parquet)"
     if not re.fullmatch(name, str(path)):
-        return ""
+        return begins
     address = f"hf://{'datasets/' if kind == 'dataset' else ''}{path}"
-    return f"; for a {kind} of the Hugging Face hub set {setting}={address}{_by_hand(str(path), kind, setting)}"
+    return f"{begins}; for a {kind} of the Hugging Face hub set {setting}={address}{_by_hand(str(path), kind, setting)}"
 
 
 def model_hint(folder: Path) -> str:
     """What to do where `folder` holds no model."""
-    fetch = download_hint(folder, "model", "model.path")
-    return f"give the folder of a model in Hugging Face format{begins(folder)}{fetch}"
-
-
-def begins(path: Path) -> str:
-    """Of a relative path, where it begins."""
-    return "" if path.is_absolute() else f" (relative paths begin at {Path.cwd()})"
+    return f"give the folder of a model in Hugging Face format{download_hint(folder, 'model', 'model.path')}"
 
 
 def _by_hand(name: str, kind: str, setting: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.data.hub import begins, download_hint
+from megatron_dapo.data.hub import download_hint
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _NAMED = ".jsonl, .json, .csv or .parquet"
@@ -32,7 +32,7 @@ def check_file(path: Path, setting: str) -> list[Path]:
     files = _dataset(path, setting) if path.is_dir() else shards or [path]
     for file in files:
         if not file.is_file():
-            more = begins(file) + download_hint(file, "dataset", setting)
+            more = download_hint(file, "dataset", setting)
             raise DataError(f"{file}: no such prompt file; set {setting} to a {_NAMED} file or a dataset{more}")
         if not os.access(file, os.R_OK):
             raise DataError(f"{file}: this user may not read it; change its permissions or name another file")
