@@ -68,6 +68,7 @@ def test_the_engine_stays_within_its_budget() -> None:
     for file in files:
         folder = str(file.parent.relative_to(ROOT))
         lines[folder] = lines.get(folder, 0) + code_lines(file)
+    print(f"engine: {sum(lines.values())} code lines of {ENGINE_LINES}, {len(files)} files of {ENGINE_FILES}")
     assert sum(lines.values()) <= ENGINE_LINES, f"code lines that {ENTRY} imports: {sum(lines.values())}: {lines}"
     assert len(files) <= ENGINE_FILES, f"{ENTRY} imports {len(files)} files"
 
@@ -79,6 +80,7 @@ def test_product_tools_and_documents_stay_within_their_budgets() -> None:
     assert tools <= TOOLS_LINES, f"code lines of tools: {tools}"
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     words = sum(len(page.read_text().split()) for page in pages)
+    print(f"product: {product} of {PRODUCT_LINES}; tools: {tools} of {TOOLS_LINES}; words: {words} of {DOCS_WORDS}")
     assert words <= DOCS_WORDS, f"words of the documents: {words}"
 
 

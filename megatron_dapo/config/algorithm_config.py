@@ -80,7 +80,7 @@ class KLConfig:
     """Rollout steps after which the current weights become the reference (ProRL, arXiv 2505.24864). None: never."""
 
     reset_optimizer: bool = True
-    """With `reset_every`: AdamW's moments begin anew too; the learning rate goes on."""
+    """With `reset_every`: AdamW's moments start from zero too; the learning rate goes on."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of KL from samples: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log pi - log ref."""

@@ -12,16 +12,17 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 import asyncio
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 import torch
 
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.advantage import Estimator, standardized, step_advantages
 from megatron_dapo.algorithm.aggregation import kl_scale, token_weights
+from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective
@@ -32,6 +33,7 @@ from megatron_dapo.config.root import Config
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.timeline import StepTimer
 from reward.named import load_named
 
 if TYPE_CHECKING:  # who only packs a batch needs no Ray
@@ -315,3 +317,40 @@ def check_mismatch(
     if judged is gap.current and mean_abs > limits.mismatch_warn:
         console.note(f"warning: mean |engine - trainer| log-prob is {mean_abs:.3g} (monitor.mismatch_warn)")
     return gap
+
+
+def entropy_weight(algorithm: AlgorithmConfig, last: float | None, batch: FilledBatch) -> tuple[float, float | None]:
+    """Of this step's entropy bonus, and what `algorithm.entropy_control` makes of `last`, the step's coefficient, for
+    the next; None: it is off."""
+    control = algorithm.entropy_control
+    if control.target is None:
+        return algorithm.entropy_coefficient, None
+    coefficient = algorithm.entropy_coefficient if last is None else last
+    entropy = float(batch.old.entropy.mean())
+    return controlled(coefficient, entropy, target=control.target, change=control.change, maximum=control.maximum)
+
+
+async def update_actor(
+    trainer: "Trainer",
+    config: Config,
+    batch: FilledBatch,
+    step: int,
+    timer: StepTimer,
+    entropy: float,
+    hidden_size: int,
+) -> tuple[list[UpdateMetrics], Correction | None]:
+    """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with.
+
+    Args:
+        config: as it holds in rollout step `step`.
+        entropy: weight of the bonus.
+    """
+    reference, temperature = None, config.rollout.temperature
+    if config.algorithm.kl.coefficient > 0:
+        with timer.measure("logprob"):
+            reference = await trainer.log_probs(batch.arrays.responses, temperature, reference=True)
+    correction = step_correction(batch.arrays, batch.old, config)
+    with timer.measure("update"):
+        batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden_size)
+        objective = objective_of(replace(config.algorithm, entropy_coefficient=entropy))
+        return await trainer.update(batches, objective, temperature), correction

@@ -7,18 +7,14 @@ import gc
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_dapo.actor.step_data import UpdateMetrics
-from megatron_dapo.algorithm.entropy_control import controlled
-from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.coordinator.batch import (
     FilledBatch,
     LogProbStream,
     check_mismatch,
-    mini_batches,
-    objective_of,
+    entropy_weight,
     step_arrays,
-    step_correction,
+    update_actor,
 )
 from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.publish import publish_weights
@@ -77,8 +73,9 @@ async def learn(
 ) -> tuple[Progress, dict[str, float | int]]:
     """All optimizer steps of one batch, the servers on the new weights, the step's checkpoint and its metrics."""
     run, step, version = context.config.run, progress.rollout_step + 1, progress.weight_version + 1
-    weight, coefficient = _entropy_weight(context, progress, batch)
-    updates, correction = await update_actor(context, batch, step, weight, timer)
+    weight, coefficient = entropy_weight(context.config.algorithm, progress.entropy_coefficient, batch)
+    config, hidden = context.config.at_step(step), context.inputs.model.hidden_size
+    updates, correction = await update_actor(context.trainer, config, batch, step, timer, weight, hidden)
     reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)
     with timer.measure("weight_sync"):
         sync = await publish_weights(context, version)
@@ -111,31 +108,3 @@ async def learn(
     if publish_checkpoint:  # last: after a kill before this line the step is done again, with its records
         await publish_checkpoint()
     return progress, metrics
-
-
-def _entropy_weight(context: RunContext, progress: Progress, batch: FilledBatch) -> tuple[float, float | None]:
-    """Of this step's entropy bonus, and what `algorithm.entropy_control` makes of it for the next; None: it is off."""
-    algorithm = context.config.algorithm
-    control, coefficient = algorithm.entropy_control, progress.entropy_coefficient
-    if control.target is None:
-        return algorithm.entropy_coefficient, None
-    coefficient = algorithm.entropy_coefficient if coefficient is None else coefficient
-    entropy = float(batch.old.entropy.mean())
-    return controlled(coefficient, entropy, target=control.target, change=control.change, maximum=control.maximum)
-
-
-async def update_actor(
-    context: RunContext, batch: FilledBatch, step: int, entropy_weight: float, timer: StepTimer
-) -> tuple[list[UpdateMetrics], Correction | None]:
-    """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with."""
-    config, trainer, reference = context.config.at_step(step), context.trainer, None
-    temperature = config.rollout.temperature
-    if config.algorithm.kl.coefficient > 0:
-        with timer.measure("logprob"):
-            reference = await trainer.log_probs(batch.arrays.responses, temperature, reference=True)
-    correction = step_correction(batch.arrays, batch.old, config)
-    with timer.measure("update"):
-        hidden = context.inputs.model.hidden_size
-        batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden)
-        objective = objective_of(replace(config.algorithm, entropy_coefficient=entropy_weight))
-        return await trainer.update(batches, objective, temperature), correction

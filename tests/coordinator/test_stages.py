@@ -10,8 +10,7 @@ from megatron_dapo.actor.step_data import LogProbs
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config import load_config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
-from megatron_dapo.coordinator.batch import LogProbStream, step_arrays
-from megatron_dapo.coordinator.loop import update_actor
+from megatron_dapo.coordinator.batch import LogProbStream, step_arrays, update_actor
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.monitor.timeline import StepTimer
@@ -70,8 +69,6 @@ class Calls:
 @pytest.mark.parametrize(("step", "temperature", "longest"), [(2, 1.0, 100), (4, 1.2, 100), (5, 1.2, 160)])
 def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(config, step, temperature, longest):
     trainer, groups = Calls(), make_groups()
-    inputs = SimpleNamespace(model=SimpleNamespace(hidden_size=64))
-    context = SimpleNamespace(config=config, trainer=trainer, inputs=inputs)
 
     async def one_step():
         async with LogProbStream(trainer, config.at_step(step)) as stream:
@@ -79,7 +76,7 @@ def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(c
                 stream.add(each)
             old = await stream.finish()
         batch = SimpleNamespace(arrays=step_arrays(groups, config), old=old)
-        await update_actor(context, batch, step, 0.0, StepTimer())
+        await update_actor(trainer, config.at_step(step), batch, step, StepTimer(), 0.0, 64)
 
     asyncio.run(one_step())
     assert set(trainer.temperatures) == {temperature}
