@@ -16,6 +16,7 @@ from tests.end_to_end.test_quickstart import start
 from tests.ledger_check import check_ledger
 
 STEPS = 4
+KEEPING = "tests.end_to_end.train_keeping_batches"
 CARRYING = (
     "run.mode=colocated",
     "actor.offload.between_phases=all",
@@ -40,11 +41,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("carried") / "run"
-    running = start(run_dir, *CARRYING)
+    running = start(run_dir, *CARRYING, module=KEEPING)
     running.wait_for(f"step 3/{STEPS}", 300)
     running.kill_all()
     running.finish(60)
-    finished = start(run_dir, *CARRYING, "run.resume=true").finish(400)
+    finished = start(run_dir, *CARRYING, "run.resume=true", module=KEEPING).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     return run_dir

@@ -18,6 +18,7 @@ from tests.ledger_check import check_ledger
 from tests.processes import ROOT
 
 STEPS = 3
+KEEPING = "tests.end_to_end.train_keeping_batches"
 EPISODES = (
     "data.environment=tests.end_to_end.own_environment:again",
     "rollout.max_turns=2",
@@ -42,11 +43,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("episodes") / "run"
-    running = start(run_dir, *EPISODES)
+    running = start(run_dir, *EPISODES, module=KEEPING)
     running.wait_for(f"step 2/{STEPS}", 300)
     running.kill_all()
     running.finish(60)
-    finished = start(run_dir, *EPISODES, "run.resume=true").finish(400)
+    finished = start(run_dir, *EPISODES, "run.resume=true", module=KEEPING).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     return run_dir

@@ -37,10 +37,10 @@ SMALL = (
 pytestmark = pytest.mark.timeout(600)
 
 
-def start(run_dir: Path, *overrides: str) -> Running:
+def start(run_dir: Path, *overrides: str, module: str = "megatron_dapo.cli.main") -> Running:
     config = ROOT / "examples" / "quickstart" / "dapo.yaml"
     arguments = ["train", str(config), f"run.dir={run_dir}", *SMALL, *overrides]
-    return Running(*arguments, log=run_dir.parent / f"{run_dir.name}-{uuid.uuid4().hex[:6]}.txt")
+    return Running(*arguments, log=run_dir.parent / f"{run_dir.name}-{uuid.uuid4().hex[:6]}.txt", module=module)
 
 
 @pytest.fixture(scope="module")

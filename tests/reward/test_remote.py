@@ -239,7 +239,7 @@ def test_the_command_line_names_the_address(tmp_path):
 
 
 def test_an_unexpected_error_surfaces_as_itself(monkeypatch):
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
     monkeypatch.setattr(remote, "_verdicts", broken)
