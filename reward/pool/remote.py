@@ -18,7 +18,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,7 +105,7 @@ async def _judge(
     began = time.monotonic()
     asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
     try:
-        answers = await _answered(config, session, {"requests": asked}, partial(_verdicts, count=len(requests)))
+        answers = await _answered(config, session, {"requests": asked}, lambda said: _verdicts(said, len(requests)))
     except _Refused as refused:
         return [_unjudged(str(refused), (time.monotonic() - began) / len(requests))] * len(requests)
     seconds = (time.monotonic() - began) / len(requests)
