@@ -50,10 +50,10 @@ class ServiceConfig:
     """Service of verifier `remote`, or of environment `remote`: POST, JSON in and out (`reward/pool/remote.py`)."""
 
     key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File with a key that is sent as `Authorization: Bearer`. None: it needs none."""
+    """File with a key, sent as `Authorization: Bearer`."""
 
     connections: Annotated[int, Field(gt=0)] = 8
-    """Requests at the same time (verifier: of one call)."""
+    """Requests at a time (verifier: of one call)."""
 
     attempt_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that the service may take to answer one request."""
@@ -90,7 +90,7 @@ class RewardConfig:
     equality, `json`, `code`, verifiers of your own."""
 
     environment_workers: Annotated[int, Field(gt=0)] = 2
-    """Processes for the turns of environments, one turn each at a time; started when needed, at a lower priority."""
+    """Processes for environments, as those."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
     """Wall-clock limit of one verdict or turn of an environment, imports and queues not counted; past it the process is

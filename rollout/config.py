@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+# SGLang leaves a few tokens of its context empty (7 in 0.5.17): a longest response may be cut by up to this many.
 CONTEXT_RESERVE = 8
-"""SGLang leaves a few tokens of its context empty (7 in 0.5.17): a longest response may be cut by up to this many."""
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -144,17 +144,15 @@ def _of_data(config: Config) -> Iterator[str]:
         read = trained if key == "algorithm.turn_rewards" else config.has_environments
         read &= rollout.max_turns > 1 or key not in ("rollout.max_observation_tokens", "data.observation_template")
         if not read and (value := attrgetter(key)(config)) != default:
-            why = "no prompt has several turns where this is read"
-            yield f"{key} = {value}: {why}; set data.environment and rollout.max_turns, or leave it out"
+            yield f"{key} = {value}: no prompt has several turns here; set data.environment and rollout.max_turns too"
     if config.has_environments and (budget := rollout.thinking_budget) is not None:
         yield f"rollout.thinking_budget = {budget}: is for one answer, not for turns (data.environment); set it to null"
     if config.evaluation.every and config.evaluation.path is None:
         yield f"evaluation.every = {config.evaluation.every}: no problems are held out; set evaluation.path too"
     reward, longest_s = config.reward, config.run.step_deadline_s
-    for section, service in (("remote", reward.remote), ("remote_environment", reward.remote_environment)):
-        if service.url is not None and service.deadline_s >= longest_s:
-            at = f"reward.{section}.deadline_s = {service.deadline_s:g}"
-            yield f"{at}: must be below run.step_deadline_s = {longest_s:g}"
+    for name, service in (("remote", reward.remote), ("remote_environment", reward.remote_environment)):
+        if service.url is not None and (late := service.deadline_s) >= longest_s:
+            yield f"reward.{name}.deadline_s = {late:g}: must be below run.step_deadline_s = {longest_s:g}"
     named = {each.environment for each in (config.data, *config.data.mixture, config.evaluation)}
     if REMOTE not in named and reward.remote_environment != ServiceConfig():
         yield "reward.remote_environment: no prompt has environment remote; set data.environment too, or leave it out"

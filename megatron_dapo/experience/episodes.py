@@ -10,7 +10,6 @@ from megatron_dapo.experience.groups import EarlierTurn, ScoredResponse
 from megatron_dapo.experience.observations import Rules
 from reward.environment import MESSAGE_LIMIT, End, Episode, Observation, Stepped, Turn
 from reward.verdict import EXTRACTED_LIMIT, Verdict
-from rollout.config import CONTEXT_RESERVE
 from rollout.generation import FinishReason, Generation, GenerationRequest, nothing_drawn
 
 UNENDED = "no end"
@@ -76,8 +75,7 @@ class Play:
         cut = self.done.finish_reason is FinishReason.LENGTH or self.done.drawn >= self.left
         if cut or self.rules is None or len(self.earlier) + 1 >= self.rules.max_turns:
             return True
-        there = self.request.prompt_ids.size + self.done.token_ids.size
-        return there + self.rules.max_tokens > self.rules.context - CONTEXT_RESERVE
+        return self.request.prompt_ids.size + self.done.token_ids.size > self.rules.room
 
     def generation(self, newest: Generation) -> Generation:
         """All turns, with what is known of the newest one."""

@@ -12,10 +12,9 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.data.tokenizer import TextTools
 from reward.environment import Observation, shortened
+from rollout.config import CONTEXT_RESERVE
 
 ROLES = ("user", "tool")
-FLOOD, KEPT = 8, 4
-"""Characters a token above which an observation is too long, and those of it that the tokenizer is then given."""
 SMALLEST_ROOM = 16
 """Tokens that must be left for an observation."""
 ELLIPSIS = "..."
@@ -38,8 +37,8 @@ class TurnRules:
     """(whether the prompt went through the chat template, role) -> the text before an observation, from the end of the
     model's turn on, and the text behind it."""
     text: TextTools
-    context: int
-    """Tokens that a server holds of an episode, its prompt included."""
+    room: int
+    """Tokens of an episode, its prompt included, behind which a server still holds an observation and a turn."""
 
     def fit(self, seen: Observation, chat: bool, last: int) -> tuple[str, list[int]]:
         """The observation's text, shortened if it must be, and the ids that are given between the turns, at least one.
@@ -49,7 +48,8 @@ class TurnRules:
             last: token that the model drew last; an end of turn is not given again.
         """
         (before, after), text = self.between[chat, seen.role], seen.text
-        room = (KEPT if len(text) > FLOOD * self.max_tokens else FLOOD) * self.max_tokens
+        # Above eight characters a token it is too long; the tokenizer, which is slow, is then given half of that.
+        room = (4 if len(text) > 8 * self.max_tokens else 8) * self.max_tokens
         while True:
             said = shortened(text, room)
             ids = self.text.ids_behind(before + said + after)
@@ -83,10 +83,9 @@ def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Ru
                 f"rollout.max_observation_tokens = {rollout.max_observation_tokens}: set at least {least}, for an "
                 f"observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
             )
-    ends = tuple(ids[0] for ids in end_ids)
-    return TurnRules(
-        rollout.max_turns, rollout.max_observation_tokens, ends, between, text, config.model.context_length
-    )
+    ends, longest = tuple(ids[0] for ids in end_ids), rollout.max_observation_tokens
+    room = config.model.context_length - CONTEXT_RESERVE - longest
+    return TurnRules(rollout.max_turns, longest, ends, between, text, room)
 
 
 def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[str, str]:

@@ -16,8 +16,7 @@ from megatron_dapo.storage.durable import drop_torn_line, naming
 from rollout.generation import ServedPart
 
 FOLDER = "timeline"
-PHASES: tuple[str, ...] = ("rollout", "environment", "reward", "logprob", "update", "weight_sync", "handover")
-PHASES += ("evaluation", "checkpoint")
+PHASES = "rollout", "environment", "reward", "logprob", "update", "weight_sync", "handover", "evaluation", "checkpoint"
 
 
 class SpanFile:

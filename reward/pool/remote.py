@@ -18,9 +18,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from reward.config import RemoteConfig, ServiceConfig
 from reward.environment import Episode, Outcome, Stepped, outcome_of
@@ -37,7 +36,6 @@ ANSWER_BYTES = 64 << 20
 RULE = "remote"
 """The rule's name in `Verdict.rule` where the service gives none."""
 
-T = TypeVar("T")
 
 _RETRIED = frozenset({408, 425, 429})
 
@@ -106,7 +104,7 @@ async def _judge(
     began = time.monotonic()
     asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
     try:
-        answers = await _answered(config, session, {"requests": asked}, partial(_verdicts, count=len(requests)))
+        answers = await _answered(config, session, {"requests": asked}, lambda said: _verdicts(said, len(requests)))
     except _Refused as refused:
         return [_unjudged(str(refused), (time.monotonic() - began) / len(requests))] * len(requests)
     seconds = (time.monotonic() - began) / len(requests)
@@ -114,13 +112,12 @@ async def _judge(
 
 
 async def _answered(
-    config: ServiceConfig, session: "aiohttp.ClientSession", asked: dict[str, Any], read: Callable[[bytes], T]
-) -> T:
+    config: ServiceConfig, session: "aiohttp.ClientSession", asked: dict[str, Any], read: Callable[[bytes], Any]
+) -> Any:
     """The service's answer as `read` takes it, which raises _Refused for what is none. Raises _Refused: there is none
     by the deadline."""
     body = json.dumps(asked).encode("ascii")  # lone surrogates of a response pass as JSON escapes
-    began = time.monotonic()
-    pause, attempts = FIRST_PAUSE_S, 0
+    began, pause, attempts = time.monotonic(), FIRST_PAUSE_S, 0
     while True:
         attempts += 1
         try:

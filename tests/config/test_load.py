@@ -312,15 +312,15 @@ AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
         (["reward.environment_workers=3"], "reward.environment_workers = 3: no prompt has several turns"),
         (
             ["evaluation={environment: a:b, path: p}", "algorithm.turn_rewards=true"],
-            "turn_rewards = True: no prompt has several turns where this is read",
+            "turn_rewards = True: no prompt has several turns here",
         ),
         (
             ["data.environment=a:b", "rollout.max_turns=1", "rollout.max_observation_tokens=9"],
-            "max_observation_tokens = 9: no prompt has several turns where this is read",
+            "max_observation_tokens = 9: no prompt has several turns here",
         ),
         (
             ["data.environment=a:b", "rollout.max_turns=1", "data.observation_template='{observation}'"],
-            "observation_template = {observation}: no prompt has several turns where this is read",
+            "observation_template = {observation}: no prompt has several turns here",
         ),
         (["preset=[gspo]"], "preset = ['gspo']: no such preset"),
         (["algorithm.policy_loss=cipso"], "did you mean 'cispo'?"),

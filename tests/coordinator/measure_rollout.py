@@ -2,7 +2,8 @@
 
 The real fleet, generator, sampler, ledger and reward pool fill batches of 512 x 16 responses of up to 20k tokens with
 log-probs; 64 scripted servers in processes of their own answer at a modelled speed, compressed in time. Counted are
-the CPU seconds and the peak resident memory of this process alone. `--profile` prints where the seconds go.
+the CPU seconds and the peak resident memory of this process alone. `--profile` prints where the seconds go. With
+`--turns 8` the same tokens come in eight turns, an environment in the pool's workers answering each but the last.
 """
 
 import argparse
@@ -25,17 +26,20 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.coordinator.sampler_state import SamplerState
-from megatron_dapo.data.tokenizer import decoder_of
+from megatron_dapo.data.tokenizer import Decoder, decoder_of, load_text_tools
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import Admission
+from megatron_dapo.experience.observations import TurnRules
 from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
+from reward.environment import Episode, Observation
 from reward.pool.pool import RewardPool
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 from rollout.server.engine import RemoteServer
 from tests.coordinator.scripted import scripted_prompts
+from tests.processes import ROOT
 from tests.rollout import measure_decode
 from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script
 from tests.rollout.serve_scripts import served
@@ -44,6 +48,7 @@ from tools.benchmarks.peak_memory import begin_peak, peak_resident
 STEP_S = 300.0
 """A rollout step on a GPU cluster, of which the coordinator may take a tenth of one core."""
 PROMPTS = 5000
+ENVIRONMENT = "tests.coordinator.measure_rollout:observed"
 GIB = 2**30
 
 
@@ -63,15 +68,17 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         max_running_requests=options.slots, request_deadline_s=600.0, stream_every=options.stream_every
     )
     fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
-    pool = RewardPool(RewardConfig(workers=1))
+    pool = RewardPool(RewardConfig(workers=1, environment_workers=options.environment_workers, timeout_s=60.0))
     algorithm = AlgorithmConfig(
         prompts_per_step=options.prompts, group_size=options.group_size, mini_batch_responses=options.group_size
     )
     decoder = words() if options.plain_text else decoder_of(words())
     generator = GroupGenerator(
-        Responder(fleet=fleet, pool=pool, decoder=decoder),
-        scripted_prompts(PROMPTS, answer="42", verifier="robust"),
-        lambda version: SamplingParams(max_new_tokens=Script().max_new_tokens),
+        Responder(fleet=fleet, pool=pool, decoder=decoder, rules=rules_of(options.turns, decoder)),
+        scripted_prompts(
+            PROMPTS, answer="42", verifier="robust", environment=ENVIRONMENT if options.turns > 1 else None
+        ),
+        lambda version: SamplingParams(max_new_tokens=Script().max_new_tokens + 1, stop_token_ids=(2,)),
         algorithm,
         seed=0,
     )
@@ -94,6 +101,20 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         ledger.close()
 
 
+def rules_of(turns: int, decoder: Decoder) -> TurnRules | None:
+    """Of `turns` turns. The observation's text goes through a real tokenizer, whose ids no word of the script has."""
+    if turns == 1:
+        return None
+    text = load_text_tools(ROOT / "examples" / "quickstart" / "base")
+    between = {(False, role): ("\n<result>\n", "\n</result>\n") for role in ("user", "tool")}
+    return TurnRules(turns, 512, (), between, text, 1 << 20)
+
+
+def observed(episode: Episode) -> Observation | None:
+    """The environment: four hundred characters to each turn but the last, which the verifier judges."""
+    return None if episode.last else Observation("The sum of all parts is then 7.\n" * 13, state=len(episode.turns))
+
+
 def report(admission: Admission, *, cpu: float, wall: float, base: int, peak: int) -> None:
     responses = [response for group in admission.generated for response in group.responses]
     tokens = sum(group.tokens for group in admission.generated)
@@ -104,6 +125,9 @@ def report(admission: Admission, *, cpu: float, wall: float, base: int, peak: in
         f"{tokens / 1e6:.1f} M tokens, longest {max(len(one.generation.token_ids) for one in responses)}; "
         f"{right} right, {errors} without a verdict"
     )
+    turns = sum(1 + len(response.earlier) for response in responses)
+    given = sum(tokens for response in responses for _, tokens in response.generation.given)
+    print(f"{turns} turns, {given / 1e6:.1f} M tokens given between them")
     print(f"coordinator: {cpu:.1f} CPU s ({cpu / tokens * 1e9:.0f} ns a token), {wall:.0f} s of wall-clock")
     print(f"share of a core in a step of {STEP_S:g} s: {cpu / STEP_S:.1%}")
     print(f"peak resident: {peak / GIB:.2f} GiB, {(peak - base) / GIB:.2f} of it since the step began")
@@ -121,12 +145,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stream-every", type=int, default=RolloutConfig().stream_every, help="as the config's key")
     parser.add_argument("--json", action="store_true", help="answers in JSON, as of servers that someone else runs")
     parser.add_argument("--plain-text", action="store_true", help="the tokenizer's own decode instead of the table")
+    parser.add_argument("--turns", type=int, default=1, help="of an episode")
+    parser.add_argument("--environment-workers", type=int, default=2)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args(arguments)
     half = options.servers // 2
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         speeds = {"compress": options.compress, "stream_every": options.stream_every, "as_json": options.json}
+        speeds["turns"] = options.turns
         processes = [stack.enter_context(served(half, first=at * half, **speeds)) for at in range(2)]
         urls = [url for process in processes for url in process]
         profile = cProfile.Profile(time.process_time) if options.profile else None

@@ -7,11 +7,19 @@ from megatron_dapo.data.prompts import Prompt, PromptSet
 from tests.rollout.script import prompt_ids
 
 
-def scripted_prompts(count: int, *, answer: str, verifier: str) -> PromptSet:
+def scripted_prompts(count: int, *, answer: str, verifier: str, environment: str | None = None) -> PromptSet:
     """The prompts 0 .. count - 1 of the script, in one source."""
     return PromptSet(
         prompts=tuple(
-            Prompt(text="", answer=answer, ids=prompt_ids(index), place="", source="script", verifier=verifier)
+            Prompt(
+                text="",
+                answer=answer,
+                ids=prompt_ids(index),
+                place="",
+                source="script",
+                verifier=verifier,
+                environment=environment,
+            )
             for index in range(count)
         ),
         spans=(Span(name="script", start=0, count=count, weight=1.0),),

@@ -110,7 +110,7 @@ def test_a_service_that_is_late_is_asked_again():
         (
             lambda *_: {"outcome": {"accuracy": "yes"}},
             {"deadline_s": 0.1},
-            r'/step: the answer has no "outcome" that can be used \(it returned .*which is no Observation .*\(1 at',
+            r'/step: the answer has no "outcome" that can be used \(it returned .*no Observation .*\(1 attempts',
         ),
         (lambda *_: asyncio.sleep(30), {"attempt_s": 0.3, "deadline_s": 0.5}, r"/step: no answer within 0\.3 s \("),
     ],

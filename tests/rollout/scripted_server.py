@@ -95,6 +95,8 @@ class ScriptedServer(StandIn):
         self.requests = 0
         self.prefills = 0
         """Requests whose prompt was not in the cache."""
+        self.turns = 1
+        """Turns of an episode; more only where no response is interrupted."""
         self._random = random.Random(seed)
 
     async def start(self) -> None:
@@ -123,11 +125,16 @@ class ScriptedServer(StandIn):
         self._cached.add(prompt)
         tag = ids[PROMPT_TOKENS] - FIRST_TAG if drawn else self._random.randrange(TAGS)
         length, _ = self.script.response(prompt, tag)
+        first, last = 0, length
+        if self.turns > 1:  # each turn draws its share of the script; what an environment gave is not in it
+            turn = ids[PROMPT_TOKENS:].count(END)
+            first, last = (length * place // self.turns for place in (turn, turn + 1))
         self.running[asked["rid"]] = abort = Abort()
         self.most_running = max(self.most_running, len(self.running))
         answer = await self._begin(request, asked)
         streamed, interval = answer.streamed, self.stream_interval
-        at, end = drawn, min(length, drawn + wanted)
+        at, end = (drawn, min(length, drawn + wanted)) if self.turns == 1 else (first, min(last, first + wanted))
+        drawn = at
         try:
             while True:
                 # A segment ends with the first token, the next ones after so many more, as a real server's.
@@ -141,12 +148,17 @@ class ScriptedServer(StandIn):
                 await answer.part(self._content(answer, prompt, tag, sent, at, None))
         finally:
             self.running.pop(asked["rid"], None)
-        reason = _reason(at == length, at == drawn + wanted)
-        return await answer.end(self._content(answer, prompt, tag, sent, at, reason))
+        reason = _reason(at == last, at == drawn + wanted)
+        return await answer.end(self._content(answer, prompt, tag, sent, at, reason, ends=last < length))
 
-    def _content(self, answer: Answer, prompt: int, tag: int, start: int, stop: int, reason: Finish | None) -> bytes:
+    def _content(
+        self, answer: Answer, prompt: int, tag: int, start: int, stop: int, reason: Finish | None, ends: bool = False
+    ) -> bytes:
+        """`ends`: the last token ends a turn that others follow."""
         if answer.packed:
             ids, log_probs = self.script.arrays(prompt, tag, start, stop)
+            if ends:
+                ids[-1] = END
             return frame(Segment(ids.tobytes(), log_probs.tobytes(), reason, self.label))
         entries, words = self.script.body(prompt, tag, start, stop)
         body = (
