@@ -14,7 +14,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_dapo.config import load_config
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import Run
@@ -172,6 +172,20 @@ def test_the_loss_is_what_its_text_says_and_is_selected_by_key(own_loss) -> None
     assert log_probs.grad is not None
     assert torch.allclose(log_probs.grad, torch.tensor([-1.0, 2.2, 0.0, 0.0]).double())
     assert result.stats["outside"].tolist() == [0, 0, 1, 1]
+
+
+def test_in_the_package_a_loss_is_one_line_of_the_table(own_loss, monkeypatch) -> None:
+    from megatron_dapo.algorithm.losses import LOSSES, Entry
+    from megatron_dapo.coordinator.batch import objective_of
+
+    line = Entry(path="two_sided:TwoSided", reads=(), options=("low", "high"))
+    monkeypatch.setitem(LOSSES, "two_sided", line)
+    words = ["algorithm.policy_loss=two_sided", "algorithm.loss_options={high: 1.2}"]
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", words)
+    assert objective_of(config.algorithm).loss == objective(own_loss).loss
+    monkeypatch.delitem(LOSSES, "two_sided")
+    with pytest.raises(ConfigError, match="two_sided"):
+        load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", words)
 
 
 def update_of(place: RankPlace, folder: Path, home: Path, own_loss: str, data: Columns) -> Any:

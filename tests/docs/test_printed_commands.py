@@ -110,3 +110,12 @@ def test_what_the_guide_prints_for_a_cluster_and_needs_none(clone):
         if "--calibration" not in words:  # a file that a run on GPUs gives
             words = [word.replace("/shared/runs", str(clone / "shared")) for word in words]
             well(*words, folder=clone, clone=clone, code=ExitCode.FINISHED)
+
+
+def test_a_model_alone_and_a_runs_model_are_evaluated(clone, tmp_path):
+    problems, few = str(clone / "examples" / "quickstart" / "data" / "heldout.jsonl"), "evaluation.limit=2"
+    base = str(clone / "examples" / "quickstart" / "base")
+    well("eval", base, "--data", problems, few, "evaluation.samples=2", folder=tmp_path, clone=clone)
+    assert (tmp_path / "evaluations" / "base" / "result.json").is_file()
+    well("eval", str(clone / RUN / "model"), few, "evaluation.samples=2", folder=tmp_path, clone=clone)
+    assert (clone / RUN / "evaluations" / "model" / "result.json").is_file()
