@@ -1,7 +1,7 @@
 """Law 1 for every loss of the family, ratios of whole responses included: real Megatron-Core over gloo against the
 papers' formulas on transformers' forward in float64."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.algorithm.losses.cispo import CISPO
 from megatron_dapo.algorithm.losses.gmpo import GMPO
 from megatron_dapo.algorithm.losses.gspo import GSPO
 from megatron_dapo.algorithm.losses.reinforce import Reinforce
 from megatron_dapo.algorithm.losses.sapo import SAPO
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import (
     TEMPERATURE,
@@ -84,11 +87,16 @@ def family_reference(folder: Path, data: Columns, name: str) -> dict[str, torch.
 NEEDED = ("weights", "advantages", "old_log_probs", "rollout_log_probs")
 
 
+def with_engine(data: Columns) -> Columns:
+    """Also with log-probs of the engine."""
+    engine = data.columns["old_log_probs"] + np.float32(0.1) * np.sign(data.columns["advantages"])
+    return Columns(responses=data.responses, columns=data.columns | {"rollout_log_probs": engine})
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_loss_of_the_family_is_its_papers_on_every_layout_and_packing(gloo, model, data, name):
     """Also ratios of whole responses, which context parallelism cuts in two; near a clip's edge nothing lies."""
-    engine = data.columns["old_log_probs"] + np.float32(0.1) * np.sign(data.columns["advantages"])
-    given = Columns(responses=data.responses, columns=data.columns | {"rollout_log_probs": engine})
+    given = with_engine(data)
     wanted, objective = family_reference(model, given, name), PolicyObjective(loss=FAMILY[name])
     layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
@@ -99,6 +107,23 @@ def test_every_loss_of_the_family_is_its_papers_on_every_layout_and_packing(gloo
     ]
     for layout, fields in layouts:
         got = gloo(size(layout), gradients_of, model, layout, given, objective, NONE_OF, fields)[0]
+        errors = relative_error(got, wanted)
+        assert max(errors.values()) < RELATIVE, (layout, fields, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_loss_of_the_family_is_its_papers_on_random_layouts(gloo, model, data, name, seed):
+    """Layouts and packings as `certify` draws them; the weights are random, as no aggregation's are."""
+    given = with_engine(data)
+    wanted, objective = family_reference(model, given, name), PolicyObjective(loss=FAMILY[name])
+    rng = np.random.default_rng(seed)
+    fitting = fitting_layouts(HFModelConfig.load(model), 4)
+    for layout in choose_layouts(fitting, 5, seed=seed, always=LayoutConfig()):
+        fields = {"micro_batch_tokens": int(rng.integers(1, 400))}
+        chosen = asdict(layout)
+        got = gloo(layout.world_size, gradients_of, model, chosen, given, objective, NONE_OF, fields)[0]
         errors = relative_error(got, wanted)
         assert max(errors.values()) < RELATIVE, (layout, fields, errors)
 
