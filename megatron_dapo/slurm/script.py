@@ -78,9 +78,10 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
 
 
 def named_paths(config: Config) -> list[str]:
-    """Model, data and key file, as the config names them."""
-    data = config.data
-    given = (config.model.path, data.path, config.evaluation.path, config.rollout.api_key_file)
+    """Model, data and key files, as the config names them."""
+    data, reward = config.data, config.reward
+    keys = (config.rollout.api_key_file, reward.remote.key_file, reward.remote_environment.key_file)
+    given = (config.model.path, data.path, config.evaluation.path, *keys)
     return [text for text in (*given, *(part.path for part in data.mixture)) if text]
 
 

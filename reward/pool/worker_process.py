@@ -120,8 +120,7 @@ class WorkerProcess:
         raise WorkerLost(reason, time.monotonic() - start, again)
 
     async def _send(self, content: bytes) -> None:
-        for part in (LENGTH.pack(len(content)), content):  # joined they would be copied
-            await asyncio.get_running_loop().sock_sendall(self._socket, part)
+        await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(content)) + content)
 
     async def _receive(self) -> Reply:
         """The next reply. Raises EOFError, OSError (the worker is gone), ValueError (it is no reply)."""
