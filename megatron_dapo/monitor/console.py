@@ -5,6 +5,7 @@ Without a terminal (a batch job's log) the same text comes as plain lines, flush
 
 import errno
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -153,7 +154,9 @@ class Console:
 def text_page(package: str, name: str, **values: Any) -> str:
     """A template of a package as text; `plain` keeps brackets in a value from being taken for rich's markup."""
     pages = Environment(loader=PackageLoader(package), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {"plain": escape, "duration": duration}
+    # To rich, `\[` is a bracket also where no tag follows, as in LaTeX.
+    pages.filters["plain"] = lambda text: escape(re.sub(r"\\(?=\[(?![a-z#/@]))", r"\\\\", text))
+    pages.filters["duration"] = duration
     return pages.get_template(name).render(values)
 
 

@@ -58,7 +58,7 @@ def summary(*, baseline: bool = True, greedy: bool = True, heldout: bool = True)
         "seconds": {**dict.fromkeys(phases, 20.0), "total": 420.0},
         "examples": [
             {
-                "prompt": "How many [red] cards ?",
+                "prompt": "How many [red] cards \\[ x \\] ?",
                 "answer": "13",
                 "before": "Answer: 12",
                 "before_correct": False,

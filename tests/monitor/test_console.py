@@ -78,7 +78,7 @@ def test_the_summary_has_intervals_baseline_and_examples():
     assert re.search(r"gain over made to work +\+1\.8 \[-1\.\d, \+5\.\d\]", text)
     assert "sampled, 4 a problem" in text
     assert "487 123 tokens generated" in text
-    assert "How many [red] cards ?  (13)" in text
+    assert "How many [red] cards \\[ x \\] ?  (13)" in text
     assert re.search(r"before wrong +Answer: 12\n +after +right +16 - 5", text)
 
 
