@@ -69,8 +69,9 @@ def _check_service(config: ServiceConfig, section: str) -> None:
     if config.url is None:
         raise VerifierError(f"{section}.url is not set; give the address of the service")
     try:
-        Path(config.key_file or "/dev/null").read_text()
-    except OSError as error:
+        if config.key_file and len(Path(config.key_file).read_text("ascii").split()) != 1:
+            raise ValueError(f"{config.key_file} must hold one key, a line of ASCII text without spaces")
+    except (OSError, ValueError) as error:
         raise VerifierError(f"{section}.key_file: {error}") from None
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,7 +115,7 @@ class Trainer:
         `reference`: under the reference's.
         """
         plan = plan_for_actor(responses.sequence_lengths, self._config.actor, hidden_size=self._model.hidden_size)
-        asked = responses, plan, temperature
+        asked = replace(responses, routing=None) if reference else responses, plan, temperature
         if reference:
             return await self._everyone("reference_log_probs", lambda rank: rank.actor.reference_log_probs(*asked))
         return await self._everyone("log_probs", lambda rank: rank.actor.log_probs(*asked))

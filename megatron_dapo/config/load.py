@@ -206,7 +206,8 @@ def _fault(fault: Any, lines: Lines) -> str:
     if fault["type"] in ("missing", "missing_argument"):
         how = f"{name}=... on the command line, or in the file" if len(path) > 1 else "a section of the file"
         return f"{place}: {name} is missing; set it ({how})"
-    return f"{place}: {name} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+    said = "must be true or false" if fault["type"] == "bool_type" else fault["msg"].removeprefix("Value error, ")
+    return f"{place}: {name} = {fault['input']!r}: {said}"
 
 
 def _place(path: KeyPath, lines: Lines) -> str:

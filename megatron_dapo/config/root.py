@@ -169,6 +169,10 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield f"actor.layout.expert x expert_tensor = {split}: must divide tensor x context x data = {ranks}"
     if layout.expert > 1 and not config.actor.optimizer.distributed:
         yield f"actor.layout.expert = {layout.expert}: needs actor.optimizer.distributed=true; set that, or expert to 1"
+    for option in config.rollout.extra_args if config.actor.routing_replay else ():
+        if option.replace("_", "-").startswith(("--enable-hi", "--enable-lm")):
+            why = "what it takes back into the KV cache has the experts of other tokens"
+            yield f"rollout.extra_args: {option} under actor.routing_replay: {why}; remove one"
     fp8 = config.actor.fp8
     if fp8 != "none" and config.actor.device == "cpu":
         yield f"actor.fp8 = {fp8}: needs CUDA, but actor.device is cpu; set actor.fp8 to none"

@@ -145,7 +145,7 @@ async def _attempt(config: ServiceConfig, session: "aiohttp.ClientSession", body
         raise _Refused(f"no answer within {config.attempt_s:g} s") from None
     except aiohttp.InvalidURL as error:
         raise _Refused(f"no address of a service: {error}", final=True) from None
-    except (aiohttp.ClientError, OSError) as error:
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # a key that no header can hold is a ValueError
         raise _Refused(f"{type(error).__name__}: {error}") from None
     if status != 200:
         final = status not in _RETRIED and status < 500

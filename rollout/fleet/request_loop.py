@@ -239,11 +239,13 @@ class RequestLoop:
                     member.enter(State.SUSPECT, failure)
             reply = self._streamed(member, segments, response)
         except ServerRefused:
-            if not response.parts or left > CONTEXT_RESERVE or not response.stretch:
+            if response.stretch and (not response.parts or left > CONTEXT_RESERVE):
                 raise
-            # The response fills the context. A response that goes on may not use the last tokens of it.
-            ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
+            if response.stretch:  # it fills the context: a response that goes on may not use the last tokens of it
+                ids, log_probs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+                reply = Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.LENGTH, weight_label=None)
+            else:  # complete, but too long to be read once more for its rows: it is drawn anew
+                response.parts, response.routing, response._given = [], None, None
         finally:
             response.streaming = None
         if reply is not None:

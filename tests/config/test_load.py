@@ -170,6 +170,12 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ['run.dir="a\\0b"'], ["run.dir"]),
         ("", ["run.dir=~/x"], ["run.dir = ~/x", "in full"]),
         ("", ["rollout.extra_args=[--port, '1']"], ["--port", "set rollout.port"]),
+        (
+            "",
+            ["actor.routing_replay=true", "rollout.extra_args=[--enable-hierarchical-cache]"],
+            ["--enable-hierarchical-cache under actor.routing_replay", "other tokens"],
+        ),
+        ("", ["run.resume=yes"], ["run.resume = 'yes': must be true or false"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
         ("", ["rollout.extra_args=[--enable-fp32-lm-head]"], ["--enable-fp32-lm-head", "set model.fp32_head"]),
         ("", ["rollout.extra_args=[--speculative-algorithm, EAGLE]"], ["--speculative-algorithm", "draft model"]),

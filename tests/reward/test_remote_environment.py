@@ -162,8 +162,13 @@ def test_before_a_start_address_and_key_are_looked_at(tmp_path):
         config = RewardConfig(**{section: kind(**there)})
         with pytest.raises(VerifierError, match=rf"remote: reward.{section}.key_file: .*No such file"):
             check(names, config)
-    (tmp_path / "key").write_text("abc")
-    check_environments(names, RewardConfig(remote_environment=ServiceConfig(**there)))
+    config = RewardConfig(remote_environment=ServiceConfig(**there))
+    for wrong in ("", "a\nb", "k\u00e9y"):
+        (tmp_path / "key").write_text(wrong)
+        with pytest.raises(VerifierError, match=r"reward.remote_environment.key_file: .*(one key|ascii)"):
+            check_environments(names, config)
+    (tmp_path / "key").write_text("abc\n")
+    check_environments(names, config)
 
 
 def test_the_key_goes_to_the_service_of_the_verifier_too(tmp_path):

@@ -119,6 +119,25 @@ def test_a_complete_response_without_rows_is_read_once_more_and_nothing_is_drawn
     run(test)
 
 
+@pytest.mark.parametrize("left", [0, 5])
+def test_a_response_too_long_to_be_read_once_more_for_its_rows_is_drawn_anew(left: int) -> None:
+    """SGLang draws up to 2 tokens from the end of the context, and reads prompts up to 7 from it."""
+
+    async def test() -> None:
+        server = StandIn()
+        server.fails = lambda number: 400 if len(server.prompts[-1]) > len(PROMPT) + TOKENS - 7 else None
+        async with fleet_of(server) as fleet:
+            first = await fleet.generate(asked())
+            columns = ("token_ids", "log_probs", "weight_versions")
+            kept = {name: getattr(first, name)[: TOKENS - left] for name in columns}
+            begun = replace(first, **kept, routing=None, finish_reason=FinishReason.ABORT)
+            again = await fleet.generate(replace(asked(), begun=begun))
+        check(again)
+        np.testing.assert_array_equal(again.token_ids, first.token_ids)
+
+    run(test)
+
+
 def test_the_stop_token_of_a_response_without_rows_still_ends_it() -> None:
     async def test() -> None:
         server = Canned(answer([3, 2], "abort"))
