@@ -94,7 +94,7 @@ def test_the_recorded_step_is_profiled_traced_and_calibrates_the_planner(whole, 
     assert 0.3 < figures["compute"] <= 1, "most of an update is passes"
     assert 0 < figures["communication"] < 1
     assert 0 <= figures["rollout_tail"] <= 1
-    assert figures["peak_memory"] > 100e6
+    assert figures["peak_memory"] is None, "CUDA's allocator alone tells it"
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"calls", "update", "phases", "slot 0"} <= {event["args"].get("name") for event in events}
     measured = load_calibration(constants)

@@ -95,7 +95,7 @@ def test_what_may_pass_is_tried_again(failure):
 def test_a_service_that_is_late_is_asked_again():
     async def late(number, asked):
         if number == 1:
-            await asyncio.sleep(30)
+            await asyncio.sleep(3)
         return guesses(number, asked)
 
     (found,), seen, _ = asked_of(late, EPISODE, attempt_s=0.5)
@@ -112,7 +112,7 @@ def test_a_service_that_is_late_is_asked_again():
             {"deadline_s": 0.1},
             r'/step: the answer has no "outcome" that can be used \(it returned .*no Observation .*\(1 attempts',
         ),
-        (lambda *_: asyncio.sleep(30), {"attempt_s": 0.3, "deadline_s": 0.5}, r"/step: no answer within 0\.3 s \("),
+        (lambda *_: asyncio.sleep(3), {"attempt_s": 0.3, "deadline_s": 0.5}, r"/step: no answer within 0\.3 s \("),
     ],
 )
 def test_a_service_that_gives_no_outcome_stops_the_run_in_words(answer, options, reason):
