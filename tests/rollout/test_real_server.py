@@ -369,7 +369,8 @@ async def continued_after_a_kill(place: Place) -> None:
     await place.fleet.publish(place.folder, 50)
     place.fleet._requests.observe = parts.append
     tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-    await asyncio.sleep(0.3)
+    while not any(come for _, come in place.fleet._requests._awaited.values()):
+        await asyncio.sleep(0.01)
     kill(place)
     answers = await asyncio.gather(*tasks)
     assert_log_probs(place.model, asked, answers)
