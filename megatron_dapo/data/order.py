@@ -31,7 +31,8 @@ class Order(Protocol):
 
 class PromptOrder:
     """Order over one or several files: every file is gone through epoch after epoch, each a permutation of its own, and
-    each position goes to one file.
+    each position goes to one file. Between two uses of a prompt lies more than a quarter of its file, so that a batch
+    around an epoch's end holds none twice.
 
     The position decides by a low-discrepancy sequence, so that any stretch of positions, not only a long one, holds
     the files nearly as the weights say: after p positions a file with share w has had w p of them, give or take a few.
@@ -78,5 +79,20 @@ class PromptOrder:
 
 @lru_cache(maxsize=64)
 def _permutation(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
+    """The order of a file's prompts in an epoch. Even epochs are as drawn; an odd one begins with none of the last
+    quarter before it and ends with none of the first quarter after it."""
+    drawn = _drawn(count, seed, epoch, file)
+    if epoch % 2 == 0:
+        return drawn
+    quarter = count // 4
+    before, after = (_drawn(count, seed, neighbor, file) for neighbor in (epoch - 1, epoch + 1))
+    first = drawn[~np.isin(drawn, before[count - quarter :])][:quarter]
+    rest = drawn[~np.isin(drawn, first)]
+    may_end = rest[~np.isin(rest, after[:quarter])]
+    last = may_end[len(may_end) - quarter :]
+    return np.concatenate([first, rest[~np.isin(rest, last)], last])
+
+
+def _drawn(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     words = [seed, epoch, file] if file else [seed, epoch]
     return np.random.Generator(np.random.PCG64(words)).permutation(count)
