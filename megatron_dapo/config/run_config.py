@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, Text
@@ -43,7 +43,10 @@ class RunConfig:
     between."""
 
     checkpoint_every: NonNegativeInt = 10
-    """Rollout steps between checkpoints; 0 writes only the last one."""
+    """Rollout steps between checkpoints; 0: only by time, and the last one."""
+
+    checkpoint_minutes: NonNegativeFloat = 60.0
+    """Also written where another step as long would end later than so many minutes after the newest; 0: never."""
 
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""

@@ -6,6 +6,7 @@ from is damaged, the error names the file and the newest intact checkpoint befor
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -129,7 +130,21 @@ class Checkpoints:
     ledger: Ledger
     waits: Waits
     console: Console
+    clock: Callable[[], float] = time.monotonic
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._step_ended = self._state_of = self.clock()
+        """When the last step ended, and when the state of the newest checkpoint was reached."""
+
+    def due(self, step: int) -> bool:
+        """Whether to begin a checkpoint after `step`, which has just ended. Asked once a step.
+
+        By time, one step ahead: at the end of the next one, taken to be as long, it would be too late.
+        """
+        now, every, most = self.clock(), self.config.checkpoint_every, 60 * self.config.checkpoint_minutes
+        next_end, self._step_ended = 2 * now - self._step_ended, now
+        return bool(every and step % every == 0) or 0 < most < next_end - self._state_of
 
     async def begin(self, progress: Progress, *, wait: bool) -> Callable[[], Awaitable[None]]:
         """Take what a checkpoint holds; the trainer's weights must be those of `progress`. An earlier one is finished
@@ -141,6 +156,7 @@ class Checkpoints:
         Raises:
             TrainerError: this one, or an earlier one, could not be written.
         """
+        self._state_of = self.clock()
         await self.finish()
         folder = self.run_dir.checkpoint_aside(progress.rollout_step)
         background = self.config.checkpoint_in_background and not wait

@@ -94,7 +94,7 @@ async def learn(
         # A stop request ends it without an evaluation: saving this step comes first, and the next wait stops again.
         with timer.measure("evaluation"), suppress(StopRequested):
             evaluation = await context.evaluate(f"step{step}")
-    if last or (run.checkpoint_every and step % run.checkpoint_every == 0):
+    if context.checkpoints.due(step) or last:
         with timer.measure("handover"):
             await context.handover.to_trainer()
         with timer.measure("checkpoint"):

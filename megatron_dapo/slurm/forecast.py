@@ -27,15 +27,17 @@ def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> tupl
     if plan.step is None:
         parts = "; ".join(f"{one.part}, {one.what}: needs {one.needed / 1e9:.0f} GB" for one in plan.misfits)
         return warn_s or LEAST_WARN_S, [f"`megatron-dapo plan` says that this run does not fit its GPUs: {parts}"]
-    seconds, step_h, every = saving_seconds(plan), plan.step.seconds / 3600, config.run.checkpoint_every
-    often, lost_h = max(1, int(1 / step_h)), (every or config.run.rollout_steps) * step_h
+    seconds, step_h, run = saving_seconds(plan), plan.step.seconds / 3600, config.run
+    every, minutes = run.checkpoint_every or run.rollout_steps, run.checkpoint_minutes
+    lost_h = min(every, max(1, minutes / 60 // step_h) if minutes else every) * step_h
     notes = []
     if warn_s and warn_s < seconds:
         killed = "a job killed at its limit is not requeued"
         notes.append(f"--warn {warn_s}: by the plan update and checkpoint take {seconds:.0f} s; {killed}")
     if lost_h > max(1, step_h):
-        less = f"with run.checkpoint_every={often} up to {often * step_h:.1f}"
-        notes.append(f"run.checkpoint_every = {every}: by the plan a lost job costs up to {lost_h:.1f} hours; {less}")
+        less = f"with run.checkpoint_minutes=60 up to {max(1, 1 // step_h) * step_h:.1f}"
+        keys = f"run.checkpoint_every = {run.checkpoint_every}, run.checkpoint_minutes = {run.checkpoint_minutes:g}"
+        notes.append(f"{keys}: by the plan a lost job costs up to {lost_h:.1f} hours; {less}")
     warn_s = warn_s or min(65535, max(LEAST_WARN_S, int(MARGIN * seconds)))  # no more than Slurm takes
     return warn_s, notes
 

@@ -30,7 +30,7 @@ def test_every_setting_of_the_paper_is_a_key_and_its_default_is_the_papers(write
 
 UNRELATED = """
     run.dir run.rollout_steps run.seed run.resume run.resume_step run.on_damaged_checkpoint run.max_restarts
-    run.checkpoint_every run.keep_checkpoints run.checkpoint_in_background run.export_at_end
+    run.checkpoint_every run.checkpoint_minutes run.keep_checkpoints run.checkpoint_in_background run.export_at_end
     run.start_deadline_s run.step_deadline_s model.path model.context_length model.stop_token_ids model.dtype
     model.fp32_head
     algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,20 +64,22 @@ Test = Callable[[Checkpoints, Ranks, SimpleNamespace], Awaitable[None]]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`run(test, **keys)`: runs `test(checkpoints, ranks, around)` in a run directory."""
+    """`run(test, **keys)`: runs `test(checkpoints, ranks, around)` in a run directory. `clock`: what is taken for the
+    time between checkpoints."""
     monkeypatch.setattr(module, "POLL_S", 0.001)
     run_dir = RunDir(tmp_path / "run", resume=False)
     ledger = Ledger(run_dir.ledger)
     notes: list[str] = []
 
-    def start(test: Test, **keys) -> SimpleNamespace:
+    def start(test: Test, *, clock: Callable[[], float] = time.monotonic, **keys) -> SimpleNamespace:
         async def body() -> None:
             config = RunConfig(dir=str(tmp_path / "run"), rollout_steps=9, **keys)
             around.waits = Waits()
             ranks = Ranks()
             console = SimpleNamespace(note=notes.append)
             handover = SimpleNamespace(to_trainer=lambda: asyncio.sleep(0))
-            async with Checkpoints(config, run_dir, ranks, handover, ledger, around.waits, console) as checkpoints:
+            parts = config, run_dir, ranks, handover, ledger, around.waits, console
+            async with Checkpoints(*parts, clock=clock) as checkpoints:
                 await test(checkpoints, ranks, around)
 
         around = SimpleNamespace(run_dir=run_dir, ledger=ledger, notes=notes)
@@ -145,6 +148,54 @@ def test_the_config_and_the_last_step_wait_for_it(run):
 
     run(test)
     run(by_config, checkpoint_in_background=False)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "keys", "expected"),
+    [
+        (1, {}, [10, 20]),
+        (7, {}, [8, 10, 18, 20]),
+        (25, {}, [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        (30, {"checkpoint_every": 3}, [2, 3, 5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20]),
+        (40, {}, list(range(1, 21))),
+        (211, {"checkpoint_every": 0}, list(range(1, 21))),
+        (25, {"checkpoint_every": 0, "checkpoint_minutes": 200}, [8, 16]),
+        (211, {"checkpoint_minutes": 0}, [10, 20]),
+        (211, {"checkpoint_every": 0, "checkpoint_minutes": 0}, []),
+    ],
+)
+def test_a_lost_job_costs_no_more_than_the_minutes_or_one_step_and_only_the_newest_stay(run, minutes, keys, expected):
+    now, due = [0.0], []
+
+    async def test(checkpoints, ranks, around):
+        saved = 0.0
+        for step in range(1, 21):
+            now[0] += 60 * minutes
+            cost = now[0] - saved  # of a job that is lost here, before this step is saved
+            assert not (most := 60 * keys.get("checkpoint_minutes", 60)) or cost <= max(most, 60 * minutes)
+            if checkpoints.due(step):
+                due.append(step)
+                saved = now[0]
+                await (await checkpoints.begin(progress(step), wait=True))()
+                assert steps(around) == due[-2:]
+
+    run(test, clock=lambda: now[0], **keys)
+    assert due == expected
+
+
+def test_steps_that_become_longer_are_saved_one_step_later_at_the_latest(run):
+    now = [0.0]
+
+    async def test(checkpoints, ranks, around):
+        due = []
+        for step, minutes in enumerate((20, 20, 35, 35, 10, 10, 10, 10, 10, 10), 1):
+            now[0] += 60 * minutes
+            if checkpoints.due(step):
+                due.append(step)
+                await (await checkpoints.begin(progress(step), wait=True))()
+        assert due == [3, 4, 10], "after 75, 35 and 60 minutes"
+
+    run(test, clock=lambda: now[0])
 
 
 def test_what_stands_between_two_steps_is_kept_once(run):

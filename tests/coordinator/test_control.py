@@ -11,7 +11,7 @@ from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.batch import step_arrays
-from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
+from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, load_progress, save_progress
 from megatron_dapo.coordinator.reference import _remove_unnamed, reference_folder
 from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.monitor.catalog import check_declared
@@ -99,7 +99,7 @@ def train(tmp_path, monkeypatch):
             run_dir=run_dir,
             inputs=SimpleNamespace(model=SimpleNamespace(hidden_size=64)),
             sampler=SimpleNamespace(record_trained=lambda *_: None, snapshot=lambda step: state),
-            checkpoints=SimpleNamespace(begin=begin),
+            checkpoints=SimpleNamespace(begin=begin, due=Checkpoints(config.run, *[None] * 6).due),
             handover=SimpleNamespace(to_trainer=lambda: asyncio.sleep(0)),
             fleet=SimpleNamespace(statistics=ServerStatistics()),
         )

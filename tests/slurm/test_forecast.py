@@ -34,8 +34,14 @@ def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
     ("name", "arguments", "said"),
     [
         ("h100_32", ["--warn=600"], "--warn 600: by the plan update and checkpoint take 2"),
-        ("h100_32", ["run.checkpoint_every=10"], "up to 19.1 hours; with run.checkpoint_every=1 up to 1.9"),
-        ("h100_32", ["run.checkpoint_every=0"], "run.checkpoint_every = 0: by the plan a lost job costs up to 1148"),
+        (
+            "h100_32",
+            ["run.checkpoint_every=10", "run.checkpoint_minutes=0"],
+            "run.checkpoint_every = 10, run.checkpoint_minutes = 0: by the plan a lost job costs up to 19.1 hours; "
+            "with run.checkpoint_minutes=60 up to 1.9",
+        ),
+        ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=0"], "a lost job costs up to 1148"),
+        ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=240"], "a lost job costs up to 3.8 hours"),
         (
             "paper",
             [],
@@ -61,3 +67,9 @@ def test_slurm_finds_the_log_folder_however_the_script_was_made(tmp_path):
     assert run(app, [*command, f"run.dir={tmp_path}/b", f"--out={tmp_path}/script"]).exit_code == 0
     assert (tmp_path / "a" / "logs").is_dir()
     assert (tmp_path / "b" / "logs").is_dir()
+
+
+@pytest.mark.parametrize("every", [0, 10])
+@pytest.mark.parametrize("file", FITTING, ids=lambda file: file.stem)
+def test_a_config_that_sets_no_checkpoints_costs_no_more_than_the_recipe(file, every):
+    assert warning_and_notes(load_config(file, [f"run.checkpoint_every={every}"]), None, gpus=True)[1] == []
