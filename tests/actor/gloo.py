@@ -1,4 +1,4 @@
-"""The tests' rank processes: one pool for the whole session, since importing Megatron-Core costs seconds."""
+"""The tests' rank processes: one pool for the whole session, of forks that begin with Megatron-Core imported."""
 
 import sys
 import traceback
@@ -8,9 +8,23 @@ from typing import Any
 
 from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 
-__all__ = ["RankError", "RankPlace", "RankTimeout", "end_workers", "errors_of", "run_ranks", "shared_pool"]
+from tests import fork_server
+
+__all__ = ["ForkedRanks", "RankError", "RankPlace", "RankTimeout", "end_workers", "errors_of", "run_ranks", "shared_pool"]
 
 ROOT = Path(__file__).parents[2]
+
+
+class ForkedRanks(RankPool):
+    """Importing Megatron-Core costs a rank 4 seconds of CPU."""
+
+    start_method = "forkserver"
+
+    def run(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        fork_server.start()
+        return super().run(n, function, *args, timeout_s=timeout_s)
+
+
 _pool: RankPool | None = None
 _calls = 0
 MOST_CALLS = 20
@@ -31,7 +45,7 @@ def shared_pool() -> RankPool:
     _calls += 1
     if _calls % MOST_CALLS == 0:
         end_workers()
-    _pool = _pool or RankPool()
+    _pool = _pool or ForkedRanks()
     return _pool
 
 

@@ -26,15 +26,13 @@ from torch.distributed import distributed_c10d
 
 from rollout.weights.checksums import expected_checksums
 from rollout.wire.client import ServerInfo
+from tests import fork_server
 from tests.emulated import strict_nccl
 from tests.emulated.strict_board import PATIENCE
 from tests.rollout.standin import StandIn
 
 HANG_S = 600.0
 """What waits in a server's group waits longer than any test."""
-CONTEXT = mp.get_context("forkserver")
-"""Its processes begin with torch imported: a restarted server costs no import."""
-CONTEXT.set_forkserver_preload(["tests.emulated.played_server", "tests.emulated.played_trainer"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +237,11 @@ class PlayedEngine:
 
     async def start(self) -> None:
         self.starts += 1
-        ours, theirs = CONTEXT.Pipe()
+        fork_server.start()
+        ours, theirs = fork_server.CONTEXT.Pipe()
         arguments = (self.folder, self.info, self.fault, self._config, theirs)
         self.fault = None
-        self._process = CONTEXT.Process(target=play, args=arguments, daemon=True)
+        self._process = fork_server.CONTEXT.Process(target=play, args=arguments, daemon=True)
         self._process.start()
         self._url = await asyncio.to_thread(ours.recv)
 

@@ -26,8 +26,8 @@ from rollout.weights.checksums import ChecksumStream
 from rollout.weights.sender import GroupCache, Sent, WeightSender
 from rollout.weights.transport import GroupTransport, SendRequest, Target
 from rollout.wire.client import ServerInfo
+from tests import fork_server
 from tests.emulated import strict_nccl
-from tests.emulated.played_server import CONTEXT
 from tests.emulated.strict_board import PATIENCE
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -187,8 +187,9 @@ class PlayedTrainer:
         self._pipes, self._processes = [], []
         rendezvous = f"file://{root}/rendezvous-{time.monotonic_ns()}"
         for rank in range(ranks):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=train, args=(rank, ranks, rendezvous, theirs, patience_s), daemon=True)
+            ours, theirs = fork_server.CONTEXT.Pipe()
+            arguments = (rank, ranks, rendezvous, theirs, patience_s)
+            process = fork_server.CONTEXT.Process(target=train, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

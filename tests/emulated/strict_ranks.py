@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.rank_pool import RankPlace
+from tests.actor.gloo import ForkedRanks
 from tests.emulated import strict_board
 
 GPU = torch.device("cuda", 0)
@@ -48,7 +49,7 @@ class StrictRanks:
     """Fresh processes, for nothing else: each is patched for good by its first call."""
 
     def __init__(self) -> None:
-        self._pool = RankPool()
+        self._pool = ForkedRanks()
 
     def run(
         self,
