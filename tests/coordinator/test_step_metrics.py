@@ -81,7 +81,8 @@ def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap
         console=SimpleNamespace(note=noted.append),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),
     )
-    step_metrics.write_records(context, metrics, admission([group(0, 2, 5)]))
+    batch = SimpleNamespace(admission=admission([group(0, 2, 5)]), old=SimpleNamespace(expert_counts=None))
+    step_metrics.write_records(context, metrics, batch)
     writer.close()
     assert [line.split()[1].rstrip(":") for line in noted] == alarms
 
