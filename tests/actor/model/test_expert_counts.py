@@ -58,7 +58,8 @@ def recount(folder: Path, responses: Responses) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> list[tuple[Path, Columns, list[tuple[Responses, np.ndarray]]]]:
-    """(folder, mini-batch, responses with what is counted of them): chosen experts' weights normalised, and not; without and with replay, and one response alone, which leaves other data-parallel ranks without any."""
+    """(folder, mini-batch, responses with what is counted of them): chosen experts' weights normalised, and not;
+    without and with replay, and one response alone, which leaves other data-parallel ranks without any."""
     found = []
     for normalised in (True, False):
         folder = save_tiny(tmp_path_factory.mktemp("moe"), MIXTURE, tied=False, norm_topk_prob=normalised)
