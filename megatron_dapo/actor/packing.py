@@ -68,6 +68,9 @@ class PackedMicroBatch:
     routing: np.ndarray | None
     """uint8 [T, layers, k], as `Responses.routing`; padding goes to experts 0 .. k-1."""
 
+    continued: np.ndarray
+    """bool [T]: tokens that another one of their sequence follows; not its last one, and no padding."""
+
 
 def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
     """As few micro-batches as the budget allows, equally many on each rank, with costs as equal as can be.
@@ -138,6 +141,8 @@ def pack_micro_batch(
         routing = unrouted(len(row), *chosen.routing.shape[1:])
         if len(indices):
             routing[where] = chosen.routing
+    continued = np.zeros(len(row), dtype=bool)
+    continued[ranges(starts, lengths - 1)] = True
     positions = ranges(np.zeros_like(occupied), occupied)
     predictors = np.flatnonzero(is_target) - 1
     targets = row[predictors + 1]
@@ -145,7 +150,8 @@ def pack_micro_batch(
 
     if layout.context > 1:
         held = zigzag_positions(occupied, layout.context, context_rank)
-        row, positions, routing = row[held], positions[held], None if routing is None else routing[held]
+        row, positions, continued = row[held], positions[held], continued[held]
+        routing = None if routing is None else routing[held]
         local = np.full(int(occupied.sum()), -1, dtype=np.int64)
         local[held] = np.arange(len(held))
         here = local[predictors] >= 0
@@ -161,6 +167,7 @@ def pack_micro_batch(
         sequence_index=np.repeat(np.arange(len(lengths)), drawn),
         response_lengths=drawn,
         routing=routing,
+        continued=continued,
     )
 
 

@@ -27,7 +27,7 @@ from megatron_dapo.actor.model.model_chunks import output_weight
 from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
 from megatron_dapo.actor.pass_timer import PassClock
-from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
+from megatron_dapo.actor.step_data import ROUTER_SUMS, LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.algorithm.token_loss import LossColumns
 from megatron_dapo.config.actor_config import ActorConfig
@@ -86,8 +86,13 @@ class ForwardBackward:
 
     @torch.no_grad()
     def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
-        """Log-probs and entropies of all N response tokens, on global rank 0; None on the others."""
-        inputs = self._inputs(responses, plan, {})
+        """Log-probs and entropies of all N response tokens, on global rank 0; None on the others. Experts are counted
+        here: this pass sees each token of a rollout step once."""
+        model, counts = get_model_config(self.chunks[0]), None
+        if model.num_moe_experts is not None:
+            shape = model.num_layers, model.num_moe_experts + ROUTER_SUMS
+            counts = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        inputs = self._inputs(responses, plan, {}, counts)
 
         def collect(item: _Input, output: Tensor, non_loss_data: bool = True) -> Tensor:
             return torch.stack(self._token_log_probs(item, output, temperature, entropy_gradient=False))
@@ -102,7 +107,12 @@ class ForwardBackward:
             total = torch.from_numpy(whole).to(self.device)
             dist.reduce(total, dst=0)
             whole = total.cpu().numpy()
-        return LogProbs(log_probs=whole[0], entropy=whole[1]) if dist.get_rank() == 0 else None
+        if counts is not None:
+            dist.reduce(counts, dst=0)
+        if dist.get_rank() != 0:
+            return None
+        numbers = None if counts is None else counts.cpu().numpy()
+        return LogProbs(log_probs=whole[0], entropy=whole[1], expert_counts=numbers)
 
     def backward(
         self, mini_batch: MiniBatch, objective: Objective, temperature: float, *, whole_gradients: bool = False
@@ -128,7 +138,13 @@ class ForwardBackward:
         dist.all_reduce(totals)
         return dict(zip(names, totals.tolist(), strict=True))
 
-    def _inputs(self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray]) -> list[_Input]:
+    def _inputs(
+        self,
+        responses: Responses,
+        plan: MicroBatchPlan,
+        columns: Mapping[str, np.ndarray],
+        expert_counts: Tensor | None = None,
+    ) -> list[_Input]:
         """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
         planned, wanted = (plan.num_responses, len(plan.micro_batches)), (len(responses), self.layout.data)
         if planned != wanted:
@@ -140,11 +156,13 @@ class ForwardBackward:
             routing_replay.check_routing(responses.routing, get_model_config(self.chunks[0]))
         place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple}
         return [
-            self._input(pack_micro_batch(responses, indices, self.layout, **place), columns)
+            self._input(pack_micro_batch(responses, indices, self.layout, **place), columns, expert_counts)
             for indices in plan.micro_batches[self.data_rank]
         ]
 
-    def _input(self, packed: PackedMicroBatch, columns: Mapping[str, np.ndarray]) -> _Input:
+    def _input(
+        self, packed: PackedMicroBatch, columns: Mapping[str, np.ndarray], expert_counts: Tensor | None
+    ) -> _Input:
         given: dict[str, Tensor] = {}
         if columns:
             stacked = np.stack([column[packed.columns] for column in columns.values()])
@@ -162,6 +180,8 @@ class ForwardBackward:
                 context_parallel=self.layout.context,
                 context_rank=self.context_rank,
                 routing=None if packed.routing is None else self._to_device(packed.routing),
+                counted=None if expert_counts is None else self._to_device(packed.continued.astype(np.float64)),
+                counts=expert_counts,
             ),
             index=self._to_device(np.stack([packed.rows, packed.targets, packed.places])),
             weights=weights,

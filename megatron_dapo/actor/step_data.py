@@ -236,6 +236,10 @@ class MiniBatch:
         return {name: getattr(self, name) for name in (*names, "kl_scale") if getattr(self, name) is not None}
 
 
+ROUTER_SUMS = 3
+"""Columns of `LogProbs.expert_counts` after the experts' own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbs:
     """The model's view of N response tokens, in the order of the responses asked for."""
@@ -245,6 +249,11 @@ class LogProbs:
 
     entropy: np.ndarray
     """float32 [N]: entropy of the distribution that the token was drawn from, in nats."""
+
+    expert_counts: np.ndarray | None = None
+    """float64 [layers, experts + 3], of a mixture of experts. Sums over all tokens but each response's last, whose
+    output predicts nothing: how many went to each expert; how many there are; the entropies of the router's softmax
+    over all experts, in nats; how many the router itself would have sent to other experts (routing replay)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -249,9 +249,11 @@ class LogProbStream:
         while self._waiting:
             self._send()
         chunks = await asyncio.gather(*self._chunks)
+        counts = [chunk.expert_counts for chunk in chunks if chunk.expert_counts is not None]
         return LogProbs(
             log_probs=np.concatenate([chunk.log_probs for chunk in chunks]),
             entropy=np.concatenate([chunk.entropy for chunk in chunks]),
+            expert_counts=np.sum(counts, axis=0) if counts else None,
         )
 
     def _send(self) -> None:

@@ -104,7 +104,7 @@ async def learn(
     metrics |= context.fleet.statistics.take()
     if coefficient is not None:
         metrics["entropy_coefficient"] = weight
-    write_records(context, metrics, batch.admission)
+    write_records(context, metrics, batch)
     if publish_checkpoint:  # last: after a kill before this line the step is done again, with its records
         await publish_checkpoint()
     return progress, metrics

@@ -1,6 +1,7 @@
 """One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.actor.step_data import UpdateMetrics
+from megatron_dapo.actor.step_data import ROUTER_SUMS, UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
@@ -95,6 +96,8 @@ def step_metrics(
         metrics |= _episode_metrics(admission.judged)
     metrics |= _sampling_metrics(admission, config.algorithm.prompts_per_step)
     metrics |= update_metrics(updates)
+    if batch.old.expert_counts is not None:
+        metrics |= expert_metrics(batch.old.expert_counts, replayed=config.actor.routing_replay)
     if correction is not None:
         metrics["correction/truncated"] = correction.truncated_share
         metrics["correction/masked"] = correction.masked_share
@@ -106,20 +109,21 @@ def step_metrics(
     return metrics
 
 
-def write_records(context: RunContext, metrics: Mapping[str, float | int], admission: Admission) -> None:
+def write_records(context: RunContext, metrics: Mapping[str, float | int], batch: FilledBatch) -> None:
     """The step's line in metrics.jsonl, the alarms that it raises, and its sample responses."""
     for alarm in context.health.add(context.writer.write(metrics)):
         context.console.note(f"alarm: {alarm}")
     samples, count = context.run_dir.path / "samples.jsonl", context.config.monitor.sample_responses
-    groups = admission.judged
+    groups = batch.admission.judged
     lines = write_samples(int(metrics["rollout_step"]), groups, context.inputs.prompts.prompts, samples, count)
-    context.writer.show(metrics, {}, histograms(groups), lines)
+    context.writer.show(metrics, {}, histograms(groups, batch.old.expert_counts), lines)
 
 
-def histograms(groups: Sequence[ScoredGroup]) -> dict[str, list[float]]:
-    """What TensorBoard draws as histograms: a number a response, or a group."""
+def histograms(groups: Sequence[ScoredGroup], expert_counts: np.ndarray | None = None) -> dict[str, list[float]]:
+    """What TensorBoard draws as histograms: a number a response, a group, or an expert of a layer."""
     responses = [response for group in groups for response in group.responses]
-    return {
+    loads = {} if expert_counts is None else {"histograms/expert_load": _relative_load(expert_counts).ravel().tolist()}
+    return loads | {
         "histograms/response_length": [_length(response) for response in responses],
         "histograms/reward_shaped": [response.reward_shaped for response in responses],
         "histograms/correct_in_group": [group.correct for group in groups],
@@ -258,6 +262,25 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
         metrics["clip_high_prob"] = clipped_prob / sums["clipped_high"]
     own = {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
     return metrics | own
+
+
+def expert_metrics(counts: np.ndarray, *, replayed: bool) -> dict[str, float]:
+    """Of `LogProbs.expert_counts`; the experts are those that the tokens went to, `replayed` or not."""
+    load, (tokens, entropy, otherwise) = _relative_load(counts), counts[:, -ROUTER_SUMS:].sum(axis=0).tolist()
+    experts, imbalance = load.shape[1], load.max(axis=1)
+    return {
+        "experts/imbalance": float(imbalance.mean()),
+        "experts/imbalance_max": float(imbalance.max()),
+        "experts/dead": float((load == 0).mean()),
+        "experts/entropy": entropy / tokens / math.log(experts) if experts > 1 else 0.0,
+        **({"experts/rerouted": otherwise / tokens} if replayed else {}),
+    }
+
+
+def _relative_load(counts: np.ndarray) -> np.ndarray:
+    """[layers, experts]: the tokens of each expert of `LogProbs.expert_counts`, over their layer's mean."""
+    load = counts[:, :-ROUTER_SUMS]
+    return load / load.mean(axis=1, keepdims=True)
 
 
 def _repetition(groups: Sequence[ScoredGroup]) -> float:

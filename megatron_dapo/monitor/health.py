@@ -234,6 +234,19 @@ def small_batch(run: HealthMonitor) -> str | None:
     return f"only {share:.0%} of the wanted groups were trained on" if share < run.small_batch else None
 
 
+@_rule("They are not trained any more, and the others must do their work.", "actor.optimizer.lr")
+def dead_experts(run: HealthMonitor) -> str | None:
+    share = run.recent("experts/dead")
+    return f"{share:.1%} of the experts get no token in a step" if share >= 0.01 else None
+
+
+@_rule("The routers collapse: few experts get most tokens, and their GPUs the work.", "actor.optimizer.lr")
+def expert_imbalance(run: HealthMonitor) -> str | None:
+    early, recent = run.early("experts/imbalance"), run.recent("experts/imbalance")
+    seen = f"a layer's busiest expert has {recent:.2g} times the mean's tokens after {early:.2g} at the start"
+    return seen if recent >= 1.5 * early else None
+
+
 def _points(change: float) -> str:
     """A difference of shares, in percentage points."""
     return f"{100 * change:+.1f} points"

@@ -1,5 +1,6 @@
 """Metrics of what dynamic sampling saw, and the alarms that a step's metrics raise."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.coordinator import step_metrics
-from megatron_dapo.coordinator.step_metrics import _response_metrics, _sampling_metrics, repeated_share
+from megatron_dapo.coordinator.step_metrics import _response_metrics, _sampling_metrics, expert_metrics, repeated_share
 from megatron_dapo.experience.groups import Admission
 from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.writer import MetricsWriter
@@ -81,7 +82,8 @@ def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap
         console=SimpleNamespace(note=noted.append),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),
     )
-    step_metrics.write_records(context, metrics, admission([group(0, 2, 5)]))
+    batch = SimpleNamespace(admission=admission([group(0, 2, 5)]), old=SimpleNamespace(expert_counts=None))
+    step_metrics.write_records(context, metrics, batch)
     writer.close()
     assert [line.split()[1].rstrip(":") for line in noted] == alarms
 
@@ -108,3 +110,19 @@ def test_useful_groups_are_counted_by_their_share_of_right_responses():
     metrics = _sampling_metrics(seen, wanted=4)
     counts = [metrics[f"sampling/useful_{name}"] for name in ("0_25", "25_50", "50_75", "75_100")]
     assert counts == [0, 1, 2, 1]
+
+
+def test_expert_metrics_are_those_counted_by_hand():
+    """Two layers of four experts, two of them a token. Layer 1: 8 tokens evenly; layer 2: 8 tokens on two experts."""
+    counts = np.array([[4, 4, 4, 4, 8, 8 * math.log(4), 2], [8, 8, 0, 0, 8, 0.0, 0]], dtype=np.float64)
+    metrics = expert_metrics(counts, replayed=True)
+    assert metrics == pytest.approx(
+        {
+            "experts/imbalance": 1.5,  # 1 and 2
+            "experts/imbalance_max": 2.0,
+            "experts/dead": 2 / 8,
+            "experts/entropy": 0.5,  # 1 and 0 of ln 4
+            "experts/rerouted": 2 / 16,
+        }
+    )
+    assert "experts/rerouted" not in expert_metrics(counts, replayed=False)

@@ -62,6 +62,8 @@ SICK = {
     "no_signal": {"grad_norm": 0.0},
     "entropy_rise": {"entropy": lambda way: 0.1 * 20**way, "accuracy__mean": 0.4},
     "repetition": {"repetition": 0.4},
+    "dead_experts": {"experts__dead": 0.02},
+    "expert_imbalance": {"experts__imbalance": lambda way: 1.5 + 2 * way},
     "small_batch": {"sampling__batch_share": 1 / 32},
 }
 

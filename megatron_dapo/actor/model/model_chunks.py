@@ -84,7 +84,7 @@ def build_model(
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
-        if actor.routing_replay:
+        if hf.experts is not None:
             routing_replay.install(chunk)
         chunks.append(chunk)
     return chunks

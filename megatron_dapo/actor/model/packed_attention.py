@@ -88,6 +88,12 @@ class PackedSequences(PackedSeqParams):
     routing: torch.Tensor | None = None
     """uint8 [t, layers, k]: the experts that each local token is sent to; None: the routers choose."""
 
+    counted: torch.Tensor | None = None
+    """float64 [t]: 1 for the tokens whose experts are counted, else 0; None: nobody counts."""
+
+    counts: torch.Tensor | None = None
+    """float64 [layers, ...] that the layers add to, as `LogProbs.expert_counts`."""
+
     def __post_init__(self) -> None:
         ends = torch.tensor([0, *self.padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         self.qkv_format, self.cu_seqlens_q, self.cu_seqlens_kv = "thd", ends, ends
