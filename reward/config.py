@@ -76,7 +76,7 @@ class RewardConfig:
     verifier: VerifierName = "robust"
     """`robust`: last stated answer, equivalent forms accepted. Others (docs/rewards.md): `exact`, `robust:####
     {answer}`, `choice`, `json`, `code`, `remote`, `module:function`, or a weighted sum, as `robust + 0.2 *
-    module:function`; `none`: an environment ends every episode."""
+    module:function`; `none`: environments judge."""
 
     by_source: dict[str, VerifierName] = field(default_factory=dict)
     """Verifier of each source whose rows name none, as {gsm8k: robust, contests: code}; other sources have

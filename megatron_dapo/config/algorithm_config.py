@@ -147,8 +147,7 @@ class DynamicSamplingConfig:
 
     surplus: float = -2.0
     """Prompts sent at a time, in standard deviations from the mean need. -2: for an upper bound of the kept share. 0:
-    every second batch needs a second round. 2: one in fifty, for runs that carry the surplus over; the first may send
-    several times its need. Not used in async mode."""
+    every second batch needs a second round. 2: one in fifty, for runs that carry. Not used in async mode."""
 
     max_staleness: NonNegativeInt = 0
     """Largest age in weight versions of any trained token; older groups are generated again. 0: eq. 8 as it is written.

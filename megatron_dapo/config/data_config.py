@@ -38,7 +38,7 @@ class ColumnsConfig:
     prompt has one answer."""
 
     instruction: Text | None = None
-    """Text put behind each prompt (of a chat list: behind its last turn), as `End with a line {form}`; `{form}` becomes
+    """Text behind each prompt (a chat list: its last turn), as `End with a line {form}`; `{form}` becomes
     what the row's verifier reads: `#### ANSWER` for `robust:#### {answer}`. None: nothing is added."""
 
 

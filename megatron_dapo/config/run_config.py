@@ -43,10 +43,10 @@ class RunConfig:
     between."""
 
     checkpoint_every: NonNegativeInt = 10
-    """Rollout steps between checkpoints; 0: only by time, and the last one."""
+    """Rollout steps between checkpoints; 0: only by time, and the last."""
 
     checkpoint_minutes: NonNegativeFloat = 60.0
-    """Also written where another step as long would end later than so many minutes after the newest; 0: never."""
+    """Also written before a lost job would cost more than so many minutes, or one step; 0: never."""
 
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""

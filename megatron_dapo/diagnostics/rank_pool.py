@@ -57,7 +57,7 @@ class RankPool(contextlib.ExitStack):
     """Worker processes of one device type, one call at a time; `close` (or leaving `with`) ends them. They also end
     with this process."""
 
-    start_method = "spawn"
+    context: multiprocessing.context.SpawnContext = multiprocessing.get_context("spawn")
 
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
         super().__init__()
@@ -101,9 +101,8 @@ class RankPool(contextlib.ExitStack):
             pipe.close()
 
     def _start(self, rank: int) -> _Worker:
-        context = multiprocessing.get_context(self.start_method)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._device, rank, self._folder), daemon=True)
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(theirs, self._device, rank, self._folder), daemon=True)
         process.start()
         theirs.close()
         return process, ours

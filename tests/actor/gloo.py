@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
-
 from tests import fork_server
 
-__all__ = ["ForkedRanks", "RankError", "RankPlace", "RankTimeout", "end_workers", "errors_of", "run_ranks", "shared_pool"]
+__all__ = [
+    "ForkedRanks",
+    "RankError",
+    "RankPlace",
+    "RankTimeout",
+    "end_workers",
+    "errors_of",
+    "run_ranks",
+    "shared_pool",
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 class ForkedRanks(RankPool):
     """Importing Megatron-Core costs a rank 4 seconds of CPU."""
 
-    start_method = "forkserver"
+    context = fork_server.CONTEXT
 
     def run(self, n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
         fork_server.start()
