@@ -92,8 +92,9 @@ class DataConfig(ColumnsConfig):
     """A row that is no JSON, lacks a key, or has an unusable ground truth: `stop` and name file and line, or `skip` and
     count it."""
 
-    order: Annotated[str, AfterValidator(partial(check_name, table=("shuffled",)))] = "shuffled"
-    """`shuffled`: by `run.seed` and the weights. `module:name`: your own (docs/extending.md)."""
+    order: Annotated[str, AfterValidator(partial(check_name, table=("spaced", "shuffled")))] = "spaced"
+    """By `run.seed` and the weights. `spaced`: no prompt again within a quarter of its file. `shuffled`: independent
+    epochs. `module:name`: your own (docs/extending.md)."""
 
     deduplicate: bool = True
     """Keep one row a prompt text (with an environment: and ground truth), over all files."""

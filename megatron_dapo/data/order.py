@@ -31,15 +31,15 @@ class Order(Protocol):
 
 class PromptOrder:
     """Order over one or several files: every file is gone through epoch after epoch, each a permutation of its own, and
-    each position goes to one file. Between two uses of a prompt lies more than a quarter of its file, so that a batch
-    around an epoch's end holds none twice.
+    each position goes to one file. `spaced`: between two uses of a prompt lies more than a quarter of its file, so that
+    a batch around an epoch's end holds none twice.
 
     The position decides by a low-discrepancy sequence, so that any stretch of positions, not only a long one, holds
     the files nearly as the weights say: after p positions a file with share w has had w p of them, give or take a few.
     """
 
-    def __init__(self, spans: Sequence[Span], seed: int) -> None:
-        self._spans, self._seed = tuple(spans), seed
+    def __init__(self, spans: Sequence[Span], seed: int, *, spaced: bool = True) -> None:
+        self._spans, self._seed, self._epoch = tuple(spans), seed, _spaced if spaced else _drawn
         shares = np.array([span.weight for span in spans], dtype=np.float64)
         shares /= shares.max()  # else the sum of very large ones would be infinite
         self._bounds = np.cumsum(shares / shares.sum())[:-1]
@@ -57,7 +57,7 @@ class PromptOrder:
         file, times = int(self._drawn[offset]), int(self._times[offset])
         span = self._spans[file]
         epoch, at = divmod(times, span.count)
-        return span.start + int(_permutation(span.count, self._seed, epoch, file)[at])
+        return span.start + int(self._epoch(span.count, self._seed, epoch, file)[at])
 
     def _enter(self, block: int) -> None:
         """Makes a block the one at hand: file of each of its positions, and how often it was drawn before."""
@@ -78,7 +78,7 @@ class PromptOrder:
 
 
 @lru_cache(maxsize=64)
-def _permutation(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
+def _spaced(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     """The order of a file's prompts in an epoch. Even epochs are as drawn; an odd one begins with none of the last
     quarter before it and ends with none of the first quarter after it."""
     drawn = _drawn(count, seed, epoch, file)
@@ -93,6 +93,7 @@ def _permutation(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     return np.concatenate([first, rest[~np.isin(rest, last)], last])
 
 
+@lru_cache(maxsize=64)
 def _drawn(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     words = [seed, epoch, file] if file else [seed, epoch]
     return np.random.Generator(np.random.PCG64(words)).permutation(count)

@@ -68,18 +68,18 @@ class PromptSet:
     content_hash: str
     """sha256 over the texts, answers and environments in file order, and the weights where there are several files:
     equal files of prompts have equal hashes."""
-    ordered: str = "shuffled"
+    ordered: str = "spaced"
     """`data.order`."""
 
     def order(self, seed: int) -> Order:
-        """The endless order: shuffled, or what `ordered`, as `module:name`, makes of the prompts and the seed.
+        """The endless order: ours, or what `ordered`, as `module:name`, makes of the prompts and the seed.
 
         Raises:
             ConfigError: it cannot be imported; or the first positions are no indices of prompts, or others if they
                 are asked for again, as a resumed run does.
         """
-        if self.ordered == "shuffled":
-            return PromptOrder(self.spans, seed)
+        if self.ordered in ("spaced", "shuffled"):
+            return PromptOrder(self.spans, seed, spaced=self.ordered == "spaced")
         name = self.ordered
         try:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))

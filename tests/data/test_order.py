@@ -11,7 +11,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet
 
 
 def prompt_at(position: int, count: int, seed: int) -> int:
-    """The order of one file in its even epochs: that of every run so far."""
+    """The order of one file in independent epochs."""
     epoch, at = divmod(position, count)
     return int(np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)[at])
 
@@ -35,7 +35,8 @@ def test_the_order_is_a_new_permutation_every_epoch_and_depends_on_the_seed():
 
 
 def test_one_file_has_the_order_of_prompt_at():
-    order = PromptOrder(spans((50, 2.5)), 3)
+    order, shuffled = (PromptOrder(spans((50, 2.5)), 3, spaced=spaced) for spaced in (True, False))
+    assert [shuffled.index_at(p) for p in range(250)] == [prompt_at(p, 50, 3) for p in range(250)]
     even = [p for p in range(250) if p // 50 % 2 == 0]
     assert [order.index_at(p) for p in even] == [prompt_at(p, 50, 3) for p in even]
 

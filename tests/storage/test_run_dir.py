@@ -165,7 +165,7 @@ def test_a_resume_with_another_seed_or_other_prompts_is_refused(begun):
     with pytest.raises(RunDirError, match=r"run\.seed = 1: .* begun with 0") as caught:
         check_resume(load_config(file, ["run.seed=1"]), inputs(), run_dir)
     assert caught.value.overrides == ("run.seed=0",)
-    with pytest.raises(RunDirError, match=r"data\.order = mine:Order: .* begun with shuffled"):
+    with pytest.raises(RunDirError, match=r"data\.order = mine:Order: .* begun with spaced"):
         check_resume(load_config(file, ["data.order=mine:Order"]), inputs(), run_dir)
     with pytest.raises(RunDirError, match="trained twice or never") as caught:
         check_resume(load_config(file), inputs(prompts="def"), run_dir)
