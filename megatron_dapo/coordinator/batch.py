@@ -22,10 +22,9 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.advantage import Estimator, standardized, step_advantages
 from megatron_dapo.algorithm.aggregation import kl_scale, token_weights
-from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
 from megatron_dapo.algorithm.losses import LOSSES
-from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective
+from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective, controlled
 from megatron_dapo.algorithm.token_loss import PolicyLoss
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.algorithm_config import ESTIMATORS, AdvantageConfig, AlgorithmConfig

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.algorithm.entropy_control import controlled
+from megatron_dapo.algorithm.policy_loss import controlled
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.batch import step_arrays
