@@ -12,9 +12,9 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _rank_processes_end_with_the_session() -> Iterator[None]:
-    """All files of tests share one pool of them: starting one costs seconds."""
+@pytest.fixture(scope="module", autouse=True)
+def _rank_processes_end_with_the_module() -> Iterator[None]:
+    """Idle ones would go on costing CPU: each process group of theirs leaves threads that poll."""
     yield
     if (gloo := sys.modules.get("tests.actor.gloo")) is not None:
         gloo.end_workers()

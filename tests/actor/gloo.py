@@ -1,4 +1,4 @@
-"""The tests' rank processes: one pool for the whole session, of forks that begin with Megatron-Core imported."""
+"""The tests' rank processes: one pool for a file of tests, of forks that begin with Megatron-Core imported."""
 
 import sys
 import traceback
@@ -35,7 +35,7 @@ class ForkedRanks(RankPool):
 
 _pool: RankPool | None = None
 _calls = 0
-MOST_CALLS = 20
+MOST_CALLS = 10
 """Of one pool's workers: an actor's wrapper and its hooks on gradients hold each other through C++, and with them the
 threads of all its process groups."""
 
