@@ -262,7 +262,7 @@ def test_publish_in_the_middle_of_responses(places: dict[str, Place], tmp_path: 
     async def work() -> None:
         await place.fleet.publish(place.folder, 20)
         tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-        await asyncio.sleep(0.3)
+        await first_tokens(place, len(asked))
         await place.fleet.publish(tmp_path / "new", 21)
         answers = await asyncio.gather(*tasks)
         for one, answer in zip(asked, answers, strict=True):
@@ -302,7 +302,7 @@ def test_what_is_held_goes_on_with_the_next_weights_after_the_memory_was_left(
         fleet = place.fleet
         await fleet.publish(place.folder, 30)
         tasks = [asyncio.ensure_future(fleet.generate(one)) for one in asked]
-        await asyncio.sleep(0.3)
+        await first_tokens(place, len(asked))
         await fleet.hold()
         await fleet.release_memory()
         await fleet.resume_memory()
@@ -369,8 +369,7 @@ async def continued_after_a_kill(place: Place) -> None:
     await place.fleet.publish(place.folder, 50)
     place.fleet._requests.observe = parts.append
     tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-    while not any(come for _, come in place.fleet._requests._awaited.values()):
-        await asyncio.sleep(0.01)
+    await first_tokens(place, 1)
     kill(place)
     answers = await asyncio.gather(*tasks)
     assert_log_probs(place.model, asked, answers)
@@ -380,6 +379,12 @@ async def continued_after_a_kill(place: Place) -> None:
     assert lost
     # The first token comes by itself, the others in sixteens.
     assert all(part.tokens % 16 == 1 for part in lost)
+
+
+async def first_tokens(place: Place, requests: int) -> None:
+    """Waits until so many of the requests have streamed tokens: no time is right for every machine."""
+    while sum(1 for _, come in place.fleet._requests._awaited.values() if come) < requests:
+        await asyncio.sleep(0.01)
 
 
 def kill(place: Place) -> None:
