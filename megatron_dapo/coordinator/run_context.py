@@ -22,12 +22,11 @@ from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
-from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
@@ -239,7 +238,7 @@ async def _start_trainer(
     run.stack.push_async_callback(trainer.close)
     described = await trainer.start(placement)
     if progress.reference_step and run.config.algorithm.kl.coefficient > 0:
-        await trainer.load_reference(reference_folder(run.run_dir.path, progress.reference_step))
+        await trainer.load_reference(run.run_dir.reference(progress.reference_step))
     latest = run.run_dir.latest_checkpoint() if progress.rollout_step else None
     if latest is None:
         return described

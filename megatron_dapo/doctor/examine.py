@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 
 from megatron_dapo.doctor import config_checks as config
-from megatron_dapo.doctor import gpu_checks as gpu
 from megatron_dapo.doctor import machine_checks as machine
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed
 from megatron_dapo.storage.run_dir import RunDirError
@@ -17,9 +16,9 @@ def _named(*checks: Callable[[Facts], Iterator[Finding]]) -> dict[str, Callable[
     return {check.__name__.removeprefix("check_").replace("_", " "): check for check in checks}
 
 
-ANYWHERE = _named(machine.check_versions, gpu.check_gpus, machine.check_limits)
+ANYWHERE = _named(machine.check_versions, machine.check_gpus, machine.check_limits)
 ON_GPUS = _named(
-    gpu.check_torch, gpu.check_imports, gpu.check_compilers, machine.check_network, machine.check_infiniband
+    machine.check_torch, machine.check_imports, machine.check_compilers, machine.check_network, machine.check_infiniband
 )
 OF_A_CONFIG = _named(machine.check_ports, config.check_run_dir, config.check_model)
 OF_A_CONFIG |= _named(config.check_disk, config.check_host_memory, config.check_inputs)

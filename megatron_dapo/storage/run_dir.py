@@ -237,6 +237,10 @@ class RunDir:
     def _point_latest_at(self, step: int) -> None:
         replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
 
+    def reference(self, step: int) -> Path:
+        """Folder of the weights that became the KL term's reference after rollout step `step`."""
+        return self.path / "references" / f"step_{step}"
+
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         return _checkpoints(self.path)

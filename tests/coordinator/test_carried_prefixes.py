@@ -11,7 +11,7 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.plan.rollout import Workload
 from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
