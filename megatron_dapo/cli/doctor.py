@@ -1,15 +1,13 @@
 """`megatron-dapo doctor`: can this machine run that config; one line a check, with the fix."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from megatron_dapo.cli.command_line import Overrides
+from megatron_dapo.cli.command_line import Overrides, wide_console
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     from megatron_dapo.doctor.probing import Finding
 
 _STYLES = {"pass": "green", "warning": "yellow", "fail": "bold red"}
-_WIDEST = 200
-"""Columns where the output is no terminal."""
 
 
 def doctor(
@@ -32,7 +28,7 @@ def doctor(
     from megatron_dapo.doctor.examine import examine, findings_of
     from megatron_dapo.doctor.probing import IN_A_JOB, Facts, failed, warning
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
+    console = wide_console()
     if dry_run and config is None:
         raise typer.BadParameter("--dry-run: give the config that is to be run")
     counts: Counter[str] = Counter()

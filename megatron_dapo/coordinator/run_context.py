@@ -135,9 +135,8 @@ async def start_run(run: RunBase) -> RunContext:
     generator = GroupGenerator(responder, inputs.prompts, *drawing)
     stages = [stage.from_step for stage in config.rollout.stages]
     generator.restore(progress.sampler.unfinished)
-    keeping: dict[str, Any] = {"holding": fleet, "unfinished": generator.unfinished}
-    if config.rollout.deterministic:
-        keeping = {}
+    kept = {"holding": fleet, "unfinished": generator.unfinished}
+    keeping: dict[str, Any] = {} if config.rollout.deterministic else kept
     algorithm, prompt_at = config.algorithm, generator.prompt_at
     sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, **keeping)
     stack.push_async_callback(sampler.close)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,25 +30,14 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
-    """Columns of one file, schema and config together. Columns(prompt_key="question", ..., answer_after="####")."""
-
-    prompt_key: str
-    answer_key: str
-    answer_after: str | None = None
-    source_key: str | None = None
-    verifier_key: str | None = None
-    instruction: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PromptFile:
     """One file to read. PromptFile(path=Path("gsm8k.jsonl"), setting="data.mixture.0", columns=..., name="gsm8k")."""
 
     path: Path
     setting: str
     """Config key that named it, for messages."""
-    columns: Columns
+    columns: ColumnsConfig
+    """Schema and config together."""
     name: str
     """Source of the rows that name none."""
     weight: float = 1.0
@@ -58,10 +47,10 @@ class PromptFile:
     """Of its rows."""
 
 
-SCHEMAS: dict[Schema, Columns] = {
-    "columns": Columns(prompt_key="prompt", answer_key="answer"),
-    "dapo": Columns(prompt_key="prompt", answer_key="reward_model.ground_truth", source_key="data_source"),
-    "gsm8k": Columns(prompt_key="question", answer_key="answer", answer_after="####"),
+SCHEMAS: dict[Schema, ColumnsConfig] = {
+    "columns": ColumnsConfig(prompt_key="prompt", answer_key="answer"),
+    "dapo": ColumnsConfig(prompt_key="prompt", answer_key="reward_model.ground_truth", source_key="data_source"),
+    "gsm8k": ColumnsConfig(prompt_key="question", answer_key="answer", answer_after="####"),
 }
 
 
@@ -87,10 +76,10 @@ def _file(data: DataConfig, path: str, setting: str, own: DataConfig | SourceCon
     return PromptFile(path=Path(path), setting=setting, columns=columns, name=name, environment=environment)
 
 
-def resolve(config: ColumnsConfig, below: Columns) -> Columns:
+def resolve(config: ColumnsConfig, below: ColumnsConfig) -> ColumnsConfig:
     """`below`, but for the keys that the config gives."""
-    given = asdict(config)
-    return replace(below, **{name: given[name] for name in Columns.__slots__ if given[name] is not None})
+    given = {field.name: getattr(config, field.name) for field in fields(ColumnsConfig)}
+    return replace(below, **{name: value for name, value in given.items() if value is not None})
 
 
 def parse_row(record: Any, file: PromptFile, place: str) -> Row:
@@ -123,7 +112,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
     return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
 
 
-def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
+def _prompt(record: Any, columns: ColumnsConfig, place: str) -> str | Chat:
     prompt = _column(record, columns.prompt_key)
     if isinstance(prompt, list):
         said = [(turn.get("role"), turn.get("content")) for turn in prompt if isinstance(turn, dict)]
@@ -140,7 +129,7 @@ def _prompt(record: Any, columns: Columns, place: str) -> str | Chat:
     return prompt
 
 
-def _answer(record: Any, columns: Columns, place: str) -> tuple[str, bool]:
+def _answer(record: Any, columns: ColumnsConfig, place: str) -> tuple[str, bool]:
     key = columns.answer_key
     answer = _column(record, key)
     if isinstance(answer, dict | list) and answer and columns.answer_after is None:
@@ -177,7 +166,8 @@ def _text(record: Any, key: str, setting: str, place: str) -> str:
     return text.strip()
 
 
-def _column(record: Any, key: str) -> Any:
+def _column(record: Any, key: str | None) -> Any:
+    assert key is not None, "every schema names both columns of a problem"
     for part in key.split("."):
         record = record[part]
     return record

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from megatron_dapo.experience.evaluation import Answer, AnswerKey
 from megatron_dapo.experience.groups import EarlierTurn
-from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file
+from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file, whole_lines
 
 SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
 
@@ -89,7 +89,7 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
         return {}
     drop_torn_line(path)
     known = {}
-    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+    for place, text in whole_lines(path):
         try:
             line = json.loads(text)
             key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
@@ -97,7 +97,6 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
             known[key] = Answer(**line | {"versions": tuple(line["versions"]), "earlier": earlier})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluationError(
-                f"{path}:{number}: no response of an evaluation ({error!r}); remove the line, it will be asked for "
-                "again"
+                f"{place}: no response of an evaluation ({error!r}); remove the line, it will be asked for again"
             ) from None
     return known

@@ -11,10 +11,9 @@ from typing import Any
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.data.tokenizer import TextTools
-from reward.environment import Observation, shortened
+from reward.environment import ROLES, Observation, shortened
 from rollout.config import CONTEXT_RESERVE
 
-ROLES = ("user", "tool")
 SMALLEST_ROOM = 16
 """Tokens that must be left for an observation."""
 ELLIPSIS = "..."

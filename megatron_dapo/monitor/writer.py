@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.weights_and_biases import Histograms, Row, WandbMirror
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
@@ -154,8 +154,7 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     if not file.exists():
         return []
     lines: list[Line] = []
-    complete, _, _ = file.read_bytes().rpartition(b"\n")
-    for number, text in enumerate(complete.splitlines(), start=1):
+    for place, text in whole_lines(file):
         try:
             line: Line = json.loads(text)
             if not isinstance(line["rollout_step"], int):
@@ -166,7 +165,7 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
                     raise ValueError(f"{name} = {json.dumps(value)}")
         except (ValueError, TypeError, KeyError) as error:
             wanted = "an object in JSON with an integer rollout_step, whose metrics are finite numbers or null"
-            raise MetricsError(f"{file}:{number}: {error}; a line is {wanted}: fix or remove it") from None
+            raise MetricsError(f"{place}: {error}; a line is {wanted}: fix or remove it") from None
         while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:
             lines.pop()
         lines.append(line)

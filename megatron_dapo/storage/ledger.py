@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
 
 
 class Event(StrEnum):
@@ -79,13 +79,12 @@ def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[s
         LedgerError: a line in the middle that is no event in JSON.
     """
     events: list[dict[str, Any]] = []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for place, line in whole_lines(path):
         try:
             event = json.loads(line)
             kind = event["event"]
         except (ValueError, TypeError, KeyError) as error:
-            raise LedgerError(f"{path}:{number}: not an event ({error!r}); restore the file from a copy") from None
+            raise LedgerError(f"{place}: not an event ({error!r}); restore the file from a copy") from None
         if kinds is None or kind in kinds:
             events.append(event)
     return events

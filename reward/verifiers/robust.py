@@ -37,17 +37,10 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
         _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
     if not statement.rivals and len(statement.text) <= LINE_LIMIT:
-        plain = _PLAIN_INTEGER.fullmatch(statement.text)
-        wanted = _integer(request.ground_truth) if plain else None
-        if plain and wanted is not None:
-            return Judgement(accuracy=int(plain[1]) == wanted, extracted=plain[1], rule=Rule.INTEGER)
+        plain, wanted = map(_PLAIN_INTEGER.fullmatch, (statement.text, request.ground_truth))
+        if plain and wanted:
+            return Judgement(accuracy=int(plain[1]) == int(wanted[1]), extracted=plain[1], rule=Rule.INTEGER)
     return _judge_statement(statement, _truth(request.ground_truth), request.prompt)
-
-
-@lru_cache(maxsize=4096)
-def _integer(ground_truth: str) -> int | None:
-    plain = _PLAIN_INTEGER.fullmatch(ground_truth)
-    return int(plain[1]) if plain else None
 
 
 def _truth(ground_truth: str) -> Answer:
