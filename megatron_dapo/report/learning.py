@@ -6,9 +6,8 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_dapo.monitor.statistics import WAYS, Z95, Estimate
-from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.report.source import Run
-from megatron_dapo.storage.ledger import Event, LedgerError, read_ledger
+from megatron_dapo.storage.ledger import Event, LedgerError, effective_events, read_ledger
 
 HARDEST, LAST = 10, 12
 JUDGED = (Event.TRAINED, Event.FILTERED, Event.CHECKPOINT, Event.RESUMED)

@@ -15,7 +15,7 @@ from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import learning, sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.overlay import group_by_seed
+from megatron_dapo.report.sections import group_by_seed
 from megatron_dapo.report.source import Run, look_up
 
 TEMPLATES = Path(__file__).parent / "templates"

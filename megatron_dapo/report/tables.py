@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from megatron_dapo.monitor.health import Alarm, HealthMonitor
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.overlay import Group
-from megatron_dapo.report.sections import read_sections
+from megatron_dapo.report.sections import Group, read_sections
 from megatron_dapo.report.source import Run
 
 share, count = partial(value_text, unit="share"), partial(value_text, unit="count")

@@ -13,8 +13,7 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSampli
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.plan.rollout import Workload
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
+from megatron_dapo.storage.ledger import Event, Ledger, effective_events, read_ledger
 from tests.coordinator.test_sampler import group, ran
 from tests.ledger_check import check_ledger
 from tests.simulation.modelled_engine import Speed

@@ -14,8 +14,7 @@ from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import SamplerState
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
+from megatron_dapo.storage.ledger import Event, Ledger, effective_events, read_ledger
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
