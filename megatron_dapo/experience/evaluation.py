@@ -17,7 +17,7 @@ from megatron_dapo.data.tokenizer import TextTools
 from megatron_dapo.experience.episodes import Play
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
 from megatron_dapo.experience.groups import EarlierTurn
-from megatron_dapo.experience.thinking import thinking_limit
+from megatron_dapo.experience.observations import thinking_limit
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.monitor.statistics import (
     Accuracy,

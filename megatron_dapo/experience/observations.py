@@ -1,4 +1,5 @@
-"""What stands between two turns, as tokens: the observation in the text that the chat template puts around it.
+"""What is given to a response between the tokens that the model draws: what ends its thinking (`rollout.thinking_end`);
+and what stands between two turns, the observation in the text that the chat template puts around it.
 
 The model's own tokens are never made anew from text. So the template must be one that only appends: that keeps every
 earlier turn as it was, its thinking too. It is tried on small conversations before anything is started.
@@ -8,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.data.tokenizer import TextTools
 from reward.environment import ROLES, Observation, shortened
-from rollout.config import CONTEXT_RESERVE
+from rollout.config import CONTEXT_RESERVE, RolloutConfig
+from rollout.generation import ThinkingLimit
 
 SMALLEST_ROOM = 16
 """Tokens that must be left for an observation."""
@@ -125,3 +129,25 @@ def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[st
             "data.observation_template to the text between two turns"
         )
     return appended(tokenizer, own, chat, "user") if problem else (before, after)
+
+
+def thinking_limit(rollout: RolloutConfig, text: TextTools) -> ThinkingLimit | None:
+    """Of `rollout.thinking_budget`; None: no thinking is interrupted.
+
+    Raises:
+        ConfigError: `thinking_end` has no tokens, or one that ends a response.
+    """
+    budget, phrase = rollout.thinking_budget, rollout.thinking_end
+    if budget is None or phrase is None:
+        return None
+    mark = rollout.thinking_mark or phrase.strip()
+    ids = tuple(text.tokenizer.encode(phrase, add_special_tokens=False))
+    if not ids:
+        raise ConfigError(f"rollout.thinking_end = {phrase!r}: the model's tokenizer makes no token of it")
+    if ending := set(ids).intersection(text.stop_token_ids):
+        raise ConfigError(f"rollout.thinking_end = {phrase!r}: its token {min(ending)} ends a response")
+
+    def ended(drawn: np.ndarray) -> bool:
+        return mark in text.decoder.decode(drawn, skip_special_tokens=False)
+
+    return ThinkingLimit(budget=budget, end_ids=ids, ended=ended)

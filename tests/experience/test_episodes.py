@@ -16,7 +16,7 @@ from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_
 from megatron_dapo.coordinator.step_metrics import _episode_metrics, _response_metrics, histograms, write_samples
 from megatron_dapo.data.order import Span
 from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.diagnostics.response_log import response_log
+from megatron_dapo.diagnostics.evaluation_session import response_log
 from megatron_dapo.experience.episodes import UNENDED, drawn_turns
 from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
