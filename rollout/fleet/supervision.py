@@ -24,8 +24,7 @@ from rollout.errors import (
     ServerUnfit,
 )
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing
-from rollout.fleet.server_statistics import ServerStatistics
+from rollout.fleet.member import Member, ServerStatistics, State, Timing
 from rollout.fleet.weight_update import Publisher
 from rollout.wire.client import ServerInfo
 

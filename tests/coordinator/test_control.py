@@ -23,7 +23,7 @@ from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import load_groups, save_groups
 from megatron_dapo.storage.run_dir import RunDir
-from rollout.fleet.server_statistics import ServerStatistics
+from rollout.fleet.member import ServerStatistics
 from tests.coordinator.test_batch import GROUP, make_groups
 from tests.coordinator.test_stages import Calls
 
