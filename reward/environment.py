@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reward.named import check_name, load_named
+from reward.registry import check_name, load_named
 from reward.verdict import EXTRACTED_LIMIT, VerifierError
 
 LARGEST_REWARD = 1e6

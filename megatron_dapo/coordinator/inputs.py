@@ -11,7 +11,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_p
 from megatron_dapo.data.records import check_file, heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.experience.observations import Rules, thinking_limit, turn_rules
-from megatron_dapo.monitor.weights_and_biases import check_wandb
+from megatron_dapo.monitor.writer import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
 from reward.registry import stated_form
 from rollout.generation import RoutingShape

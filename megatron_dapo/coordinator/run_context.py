@@ -32,8 +32,7 @@ from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
-from megatron_dapo.monitor.weights_and_biases import WandbMirror
-from megatron_dapo.monitor.writer import AXES, MetricsWriter, read_metrics
+from megatron_dapo.monitor.writer import AXES, MetricsWriter, WandbMirror, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool.pool import RewardPool
