@@ -125,7 +125,7 @@ class Stepped:
 
 
 REMOTE = "remote"
-ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run", REMOTE: ""}
+ENVIRONMENTS: dict[str, str] = {"python": "reward.verifiers.code:run", REMOTE: ""}
 """Registered environments: name -> `module:function`; `remote` is a service (`reward/pool/remote.py`)."""
 
 

@@ -10,7 +10,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import check_file, heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
-from megatron_dapo.experience.observations import Rules, thinking_limit, turn_rules
+from megatron_dapo.experience.episodes import Rules, thinking_limit, turn_rules
 from megatron_dapo.monitor.writer import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
 from reward.registry import stated_form

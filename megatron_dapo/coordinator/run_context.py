@@ -24,10 +24,10 @@ from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.experience.groups import SamplerState
-from megatron_dapo.experience.observations import thinking_limit
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS

@@ -19,10 +19,10 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
+from megatron_dapo.experience.episodes import turn_rules
 from megatron_dapo.experience.evaluation import Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
 from megatron_dapo.experience.groups import EarlierTurn
-from megatron_dapo.experience.observations import turn_rules
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file, whole_lines

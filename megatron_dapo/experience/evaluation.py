@@ -14,10 +14,9 @@ import numpy as np
 from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import TextTools
-from megatron_dapo.experience.episodes import Play
+from megatron_dapo.experience.episodes import Play, thinking_limit
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
 from megatron_dapo.experience.groups import EarlierTurn
-from megatron_dapo.experience.observations import thinking_limit
 from megatron_dapo.monitor import statistics as stats
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.storage.durable import replace_file

@@ -2,8 +2,7 @@
 `(B)`, `B. 42`, `Option B`."""
 
 from reward.answer.extract import last_statement
-from reward.answer.rule_tables import patterns
-from reward.answer.text import clean, plain_characters
+from reward.answer.text import clean, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
 
 OPTION = patterns("option")

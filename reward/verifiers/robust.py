@@ -8,8 +8,7 @@ from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
 from reward.answer.read import Answer, read, read_truth
-from reward.answer.rule_tables import WORDS, Rewriting, patterns
-from reward.answer.text import clean, compact, plain_characters
+from reward.answer.text import WORDS, Rewriting, clean, compact, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError, check_length
 from reward.verifiers.choice import OPTION, labelled, option
 
