@@ -26,9 +26,8 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.packing import MicroBatchPlan
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import Aggregation, kl_scale, token_weights
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.config.base import ConfigError
 from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
