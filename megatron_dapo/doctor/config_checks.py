@@ -1,5 +1,7 @@
-"""What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own. At the end
-the table of all checks, in the order in which they are printed."""
+"""What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own.
+
+At the end the table of all checks, in the order in which they are printed.
+"""
 
 import shlex
 import shutil
