@@ -164,12 +164,11 @@ def draw_section(
     numbers: list[list[str]] = []
     missing: list[str] = []
     runs = [run for group in groups for run in group.runs]
-    like_the_paper = all(SIZE_32B[0] <= (run.parameters or 0) <= SIZE_32B[1] for run in runs)
     for chart in (*section.charts, *own_charts(section, runs)):
         if not chart.curves(groups)[0]:
             missing.append(chart.title)
             continue
-        band, last = chart.band if like_the_paper else None, max(run.steps for run in runs)
+        band, last = chart.band if has_paper_ranges(runs) else None, max(run.steps for run in runs)
         frame = replace(chart, last=last, band=band, smooth=smooth)
         # Layers of two groups cannot lie on each other: a chart a group.
         for some in [[group] for group in groups] if chart.stack else [groups]:
@@ -183,6 +182,11 @@ def draw_section(
             if curves := list(chain(first, *told)):
                 drawn.append(draw_curves(curves, replace(frame, title=title), salt=f"{section.key} {title}"))
     return drawn, numbers, missing
+
+
+def has_paper_ranges(runs: Sequence[Run]) -> bool:
+    """Whether the paper's figures are about models of this size."""
+    return all(SIZE_32B[0] <= (run.parameters or 0) <= SIZE_32B[1] for run in runs)
 
 
 def draw_evaluations(groups: Sequence[Group], where: str, ways: Sequence[str] = ()) -> list[Drawn]:
