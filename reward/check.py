@@ -1,16 +1,22 @@
-"""What can be known of verifiers and ground truths before the first response is written."""
+"""What can be known of verifiers and ground truths before the first response is written.
 
+A verifier or an environment is tried in a process of its own, which is this program."""
+
+import faulthandler
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from reward.config import RewardConfig, ServiceConfig
-from reward.environment import REMOTE
+from reward.environment import ENVIRONMENTS, REMOTE, Episode, Turn, ask, load_environment
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
-from reward.registry import VERIFIERS, find, load, weighted
-from reward.verdict import VerificationRequest, VerifierError
+from reward.registry import VERIFIERS, find, load, probe, weighted
+from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
 
 TRY_S = 5.0
 """An own verifier is tried on so many seconds of ground truths, the first ones; one of every run at least."""
@@ -94,7 +100,7 @@ def _why_not(name: str, truths: Sequence[Truth], kind: str = "verifier", limit_s
     can."""
     try:
         tried = subprocess.run(
-            [sys.executable, "-m", "reward.pool.trial", name, kind, str(limit_s)],
+            [sys.executable, "-m", __name__, name, kind, str(limit_s)],
             input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -107,3 +113,48 @@ def _why_not(name: str, truths: Sequence[Truth], kind: str = "verifier", limit_s
     if "Timeout (" in log:  # as faulthandler begins when it ends a process
         return f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{log[log.rfind('Timeout (') :][:500]}"
     return f"a trial ended with exit code {tried.returncode}: {log[-500:] or '(nothing)'}"
+
+
+def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
+    """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
+    own: Any = load(name) if kind == "verifier" else load_environment(name)
+    end = time.monotonic() + TRY_S
+    for place, prompt, truth in truths:
+        request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
+        # Its thread needs no lock of Python's, which a regular expression without end keeps.
+        faulthandler.dump_traceback_later(float(sys.argv[-1]), exit=True)
+        try:
+            judged = own(request) if kind == "verifier" else ask(own, Episode(prompt, truth, (Turn(truth),)))
+        except VerifierError as error:
+            raise VerifierError(f"{place}: {error}") from None
+        except (NameError, ImportError) as error:
+            raise VerifierError(f"{type(error).__name__}: {error}") from None
+        except Exception:
+            continue
+        if kind == "verifier" and not isinstance(judged, Judgement | Deferred | bool):
+            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
+        if time.monotonic() > end:
+            break
+
+
+def main() -> None:
+    """`python -m reward.check NAME KIND SECONDS`: tries that verifier or environment on the `Truth`s of standard input,
+    each for so many seconds. `DONE` is written once it can be run; the exit code is 0 unless a ground truth is
+    refused."""
+    truths = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
+    try:
+        name, kind = sys.argv[1:3]
+        (probe if kind == "verifier" else load_environment)(name)
+        if name in ENVIRONMENTS:
+            probe("code")  # its sandbox
+        os.write(1, DONE)
+        _try(name, kind, truths)
+    except VerifierError as error:
+        sys.exit(str(error))
+    sys.stdout.flush()
+    os._exit(0)  # whatever threads it has
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reward.named import check_name, load_named
+from reward.registry import check_name, load_named
 from reward.verdict import EXTRACTED_LIMIT, VerifierError
 
 LARGEST_REWARD = 1e6
@@ -125,7 +125,7 @@ class Stepped:
 
 
 REMOTE = "remote"
-ENVIRONMENTS: dict[str, str] = {"python": "reward.code.interpreter:run", REMOTE: ""}
+ENVIRONMENTS: dict[str, str] = {"python": "reward.verifiers.code:run", REMOTE: ""}
 """Registered environments: name -> `module:function`; `remote` is a service (`reward/pool/remote.py`)."""
 
 

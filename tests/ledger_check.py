@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, LedgerError
+from megatron_dapo.storage.ledger import Event, LedgerError, effective_events
 
 
 def check_ledger(events: Iterable[dict[str, Any]]) -> dict[int, str]:

@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, read_ledger
+from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 
 TRAINED, ALL_RIGHT, ALL_WRONG = "trained", "all right", "all wrong"
 WAITING, UNFINISHED, AGAIN = "waiting", "in flight", "generated again"

@@ -22,8 +22,7 @@ import numpy as np
 import psutil
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, read_ledger
+from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from tests.killer import MARKS
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running

@@ -24,8 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
-from megatron_dapo.data.prompt_files import DataError, raw_rows
-from megatron_dapo.data.records import SCHEMAS, PromptFile, Row, parse_row, resolve
+from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, Row, parse_row, raw_rows, resolve
 from megatron_dapo.storage.durable import FolderHeld, lock_folder, replace_file
 from reward.answer.read import read_truth
 from reward.check import check_ground_truth

@@ -10,8 +10,7 @@ from examples.ablation.rungs import Planned
 from examples.ablation.runs import FAILURE
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.writer import Line, read_metrics
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, read_ledger
+from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 
 LATE = 1 / 3
 """The share of the rollout steps, or of the tokens, whose rollouts stand for where a run came to: a single step has too

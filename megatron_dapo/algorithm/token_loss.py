@@ -88,6 +88,14 @@ def response_mean(values: Float[Tensor, " T"], columns: LossColumns) -> Float[Te
     return (totals / columns.sequence_lengths.clamp(min=1))[columns.sequence_index].to(values.dtype)
 
 
+def clip_stats(value: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """1 where a clip of `value` to [low, high] cuts the gradient of a loss that `advantages` multiply, else 0."""
+    return {
+        "clipped_low": indicator((value < low) & (advantages < 0), value),
+        "clipped_high": indicator((value > high) & (advantages > 0), value),
+    }
+
+
 def indicator(condition: Tensor, like: Tensor) -> Tensor:
     """1 where `condition` holds, else 0: a statistic."""
     return condition.to(like.dtype)

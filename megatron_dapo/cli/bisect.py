@@ -25,8 +25,8 @@ def bisect(
 ) -> bool:
     """Re-score a few responses by every stage from engine to trainer, to see where a gap in log-probs begins."""
     from megatron_dapo.coordinator.inputs import read_inputs
+    from megatron_dapo.diagnostics.evaluation_session import newest_weights
     from megatron_dapo.diagnostics.log_prob_gap import STAGES, find_gaps
-    from megatron_dapo.diagnostics.weight_snapshot import newest_weights
     from rollout.generation import SamplingParams
 
     config, skipped = config_of(source, overrides or []), skip or []

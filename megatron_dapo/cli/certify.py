@@ -47,8 +47,7 @@ def certify(
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
     loaded = config_of(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
-    from megatron_dapo.diagnostics.certificate import measure_layouts
-    from megatron_dapo.diagnostics.certificate_layouts import label
+    from megatron_dapo.diagnostics.certificate import label, measure_layouts
 
     check_actor(HFModelConfig.load(Path(loaded.model.path)), loaded.actor)
     here, processes = _on_this_machine(loaded, processes, dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
+from rich.console import Console
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import Config, ConfigError, load_config
@@ -78,6 +79,11 @@ def model_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     }
     words = [f"{key}={json.dumps(value)}" for key, value in known.items()]
     return load_config(Path(__file__).with_name("model_alone.yaml"), [*words, *overrides])
+
+
+def wide_console() -> Console:
+    """For tables and long lines: where the output is no terminal, 200 columns in place of eighty."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def _interrupt(*_: object) -> None:

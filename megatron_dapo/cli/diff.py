@@ -1,19 +1,15 @@
 """`megatron-dapo diff`: how two configs differ, and how one differs from the paper or another preset."""
 
-import sys
 from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_dapo.cli.command_line import wide_console
 from megatron_dapo.config import ConfigError, config_diff, load_config
 from megatron_dapo.config.load import PRESETS
-
-WIDEST = 200
-"""Columns where the output is no terminal: a table in a file is not folded to eighty."""
 
 
 def diff(
@@ -40,7 +36,7 @@ def diff(
         table.add_row(*map(Text, (key, config_diff.shown_of(first, key), *cells)))
     named = "the paper" if preset == config_diff.PAPER else preset
     if table.row_count:
-        Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST).print(table)
+        wide_console().print(table)
     else:
         print(f"{one} and {other}: no difference, and as in {named} in {len(known)} settings")
     if second is None:

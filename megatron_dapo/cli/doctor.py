@@ -1,15 +1,13 @@
 """`megatron-dapo doctor`: can this machine run that config; one line a check, with the fix."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from megatron_dapo.cli.command_line import Overrides
+from megatron_dapo.cli.command_line import Overrides, wide_console
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     from megatron_dapo.doctor.probing import Finding
 
 _STYLES = {"pass": "green", "warning": "yellow", "fail": "bold red"}
-_WIDEST = 200
-"""Columns where the output is no terminal."""
 
 
 def doctor(
@@ -29,10 +25,9 @@ def doctor(
     """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
     from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.doctor import config_checks
-    from megatron_dapo.doctor.examine import examine, findings_of
     from megatron_dapo.doctor.probing import IN_A_JOB, Facts, failed, warning
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDEST)
+    console = wide_console()
     if dry_run and config is None:
         raise typer.BadParameter("--dry-run: give the config that is to be run")
     counts: Counter[str] = Counter()
@@ -49,13 +44,13 @@ def doctor(
         loaded = None if config is None else with_local_paths(load_config(config, overrides or []))
     except ConfigError as error:
         show("config", failed(str(error), "correct the config as the message says"))
-    for name, finding in examine(facts := Facts(loaded)):
+    for name, finding in config_checks.examine(facts := Facts(loaded)):
         show(name, finding)
     if dry_run and facts.elsewhere:
         show("dry run", warning(f"not made: it needs {facts.elsewhere} GPUs of other nodes", IN_A_JOB))
     elif dry_run and config is not None and loaded is not None and not counts["fail"]:
         console.print("dry run: starting trainer and servers")
-        for finding in findings_of(config_checks.dry_run(config, overrides or [], loaded)):
+        for finding in config_checks.findings_of(config_checks.dry_run(config, overrides or [], loaded)):
             show("dry run", finding)
     console.print(", ".join(f"{counts[status]} {status}" for status in _STYLES))
     raise typer.Exit(ExitCode.FAILED if counts["fail"] else ExitCode.FINISHED)

@@ -41,8 +41,7 @@ def evaluate(
 
 
 async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
-    from megatron_dapo.diagnostics.evaluation_session import evaluate
-    from megatron_dapo.diagnostics.weight_snapshot import KEPT
+    from megatron_dapo.diagnostics.evaluation_session import KEPT, evaluate
     from megatron_dapo.monitor.console import Console
 
     config, folder, step = find_target(target, overrides, model)
@@ -67,8 +66,8 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         ConfigError: neither a config nor a run; two kinds of weights are named.
         EvaluationError: a run that has no weights yet.
     """
+    from megatron_dapo.diagnostics.evaluation_session import evaluated_weights
     from megatron_dapo.diagnostics.local_jobs import with_own_servers
-    from megatron_dapo.diagnostics.weight_snapshot import evaluated_weights
     from megatron_dapo.monitor.statistics import EVALUATIONS
 
     named = any(word.startswith("rollout.urls=") for word in overrides)

@@ -10,16 +10,10 @@ from typing import Any, TypeVar
 
 import ray
 
+from megatron_dapo.actor import step_data
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.step_data import (
-    CheckpointDamagedError,
-    LogProbs,
-    MiniBatch,
-    NonFiniteUpdateError,
-    Responses,
-    UpdateMetrics,
-)
+from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
 from megatron_dapo.cluster.trainer_rank import WAITS, GpuMemory, TrainerRank, read_count, state_of, write_count
@@ -253,9 +247,9 @@ class Trainer:
         causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
         lines = [f"  rank {rank}: {_in_words(cause)}" for rank, cause in causes.items()]
         kind = TrainerError
-        if any(isinstance(cause, NonFiniteUpdateError) for cause in causes.values()):
+        if any(isinstance(cause, step_data.NonFiniteUpdateError) for cause in causes.values()):
             kind = Diverged
-        elif any(isinstance(cause, CheckpointDamagedError) for cause in causes.values()):
+        elif any(isinstance(cause, step_data.CheckpointDamagedError) for cause in causes.values()):
             kind = CheckpointUnreadable
         elif any(isinstance(e, ray.exceptions.RayActorError) and not e.actor_init_failed for e in reasons.values()):
             kind = TrainerLost

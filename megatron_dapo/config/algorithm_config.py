@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.base import STRICT, Fraction
-from reward.named import check_name
+from reward.registry import check_name
 
 ESTIMATORS = ("group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline")
 """Advantages of megatron_dapo/algorithm/advantage.py. No torch here."""

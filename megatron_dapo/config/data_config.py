@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, Fraction, Text
 from reward.config import EnvironmentName, VerifierName
-from reward.named import check_name
+from reward.registry import check_name
 
 Schema = Literal["columns", "dapo", "gsm8k"]
 

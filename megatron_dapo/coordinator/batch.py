@@ -34,7 +34,7 @@ from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
-from reward.named import load_named
+from reward.registry import load_named
 
 if TYPE_CHECKING:  # who only packs a batch needs no Ray
     from megatron_dapo.cluster.trainer import Trainer

@@ -3,6 +3,11 @@
 A checkpoint is begun at the end of a step and counts as soon as its folder has its final name. In between, the
 trainer's ranks write it while the run goes on, one checkpoint at a time. If a file of the checkpoint that a run resumes
 from is damaged, the error names the file and the newest intact checkpoint before it.
+
+The KL term's reference, where `algorithm.kl.reset_every` renews it (ProRL, arXiv 2505.24864), stands beside them, in
+`references/step_<N>` of the run directory and in Hugging Face format: a checkpoint names the step, and a resume reads
+the same weights, bit for bit, into any layout. It is written before the checkpoint of its step: what a kill leaves
+without a checkpoint is written again.
 """
 
 import asyncio
@@ -20,9 +25,12 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.cluster.waits import StopRequested, Waits
+from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.timeline import StepTimer
+from megatron_dapo.storage.durable import remove_folder, sync_tree
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir
@@ -117,6 +125,33 @@ def _newest_intact(run_dir: RunDir, before: int) -> int | None:
                 check_whole(checkpoint.folder / "actor")
                 return checkpoint.step
     return None
+
+
+async def reset_reference(trainer: Trainer, run_dir: RunDir, config: KLConfig, step: int, timer: StepTimer) -> bool:
+    """If it is time, the weights after rollout step `step` become the reference. Whether it was. Earlier ones that no
+    checkpoint names are removed."""
+    if config.reset_every is None or step % config.reset_every:
+        return False
+    run_dir.check_there()
+    folder = run_dir.reference(step)
+    with timer.measure("checkpoint"):
+        await trainer.export_hf(folder)
+        await asyncio.to_thread(sync_tree, folder)
+        await trainer.reset_reference(optimizer=config.reset_optimizer)
+        await asyncio.to_thread(_remove_unnamed, run_dir)
+    return True
+
+
+def _remove_unnamed(run_dir: RunDir) -> None:
+    """Later ones than the checkpoints' stay: one that is under way may name them."""
+    named = []
+    for checkpoint in run_dir.checkpoints():
+        with suppress(GroupFileError):
+            named.append(load_progress(checkpoint.folder).reference_step)
+    for each in (run_dir.path / "references").glob("step_*"):
+        step = int(each.name.removeprefix("step_"))
+        if step not in named and step < max(named, default=0):
+            remove_folder(each)
 
 
 @dataclass

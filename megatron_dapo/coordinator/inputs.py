@@ -7,13 +7,11 @@ from pathlib import Path
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.data.prompt_files import check_file
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
-from megatron_dapo.data.records import heldout_files, training_files
+from megatron_dapo.data.records import check_file, heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
-from megatron_dapo.experience.observations import Rules, turn_rules
-from megatron_dapo.experience.thinking import thinking_limit
-from megatron_dapo.monitor.weights_and_biases import check_wandb
+from megatron_dapo.experience.episodes import Rules, thinking_limit, turn_rules
+from megatron_dapo.monitor.writer import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
 from reward.registry import stated_form
 from rollout.generation import RoutingShape

@@ -16,9 +16,8 @@ from megatron_dapo.coordinator.batch import (
     step_arrays,
     update_actor,
 )
-from megatron_dapo.coordinator.checkpoints import Progress
+from megatron_dapo.coordinator.checkpoints import Progress, reset_reference
 from megatron_dapo.coordinator.publish import publish_weights
-from megatron_dapo.coordinator.reference import reset_reference
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import step_metrics, write_records

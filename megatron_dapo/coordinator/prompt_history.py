@@ -5,19 +5,15 @@ alone, so a resumed run sends the same prompts.
 """
 
 import hashlib
-from collections.abc import Mapping
 
 from megatron_dapo.config.algorithm_config import DynamicSamplingConfig
-from megatron_dapo.experience.groups import ScoredGroup
-
-Groups = Mapping[int, tuple[int, tuple[float, ...]]]
-"""Prompt -> the step of its last group, and the shares of right responses of its last ones."""
+from megatron_dapo.experience.groups import PromptRates, ScoredGroup
 
 
 class PromptHistory:
     """Kept only where `retire_at` or `pools` asks for it."""
 
-    def __init__(self, config: DynamicSamplingConfig, groups: Groups) -> None:
+    def __init__(self, config: DynamicSamplingConfig, groups: PromptRates) -> None:
         self._config = config
         self.groups = dict(groups)
         self._turns: dict[int, tuple[float, float]] = {}

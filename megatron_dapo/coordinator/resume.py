@@ -67,19 +67,15 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
             f"rollout.stages: {run_dir.path} had others up to step {reached}; a resume may change later ones"
         )
     anew = "run.resume=false", f"run.dir={run_dir.path}.new"
-    if data["train"]["sha256"] != inputs.prompts.content_hash:
-        raise RunDirError(
-            f"data.path, data.mixture: the prompts are not those that the run in {run_dir.path} was begun with; "
-            "their order would differ, and prompts be trained twice or never",
-            *anew,
-        )
+    order = "their order would differ, and prompts be trained twice or never"
+    read = [("train", inputs.prompts, "data.path, data.mixture: the prompts", order)]
     if trained:
-        if data["heldout"]["sha256"] != inputs.heldout.content_hash:
-            raise RunDirError(
-                f"evaluation.path: the held-out problems are not those that the run in {run_dir.path} was begun with; "
-                "accuracy before and after could not be compared",
-                *anew,
-            )
+        gain = "accuracy before and after could not be compared"
+        read.append(("heldout", inputs.heldout, "evaluation.path: the held-out problems", gain))
+    for name, now, what, why in read:
+        if data[name]["sha256"] != now.content_hash:
+            raise RunDirError(f"{what} are not those that the run in {run_dir.path} was begun with; {why}", *anew)
+    if trained:
         # What the run goes on writing, or reads at its end, must be readable.
         run_dir.read_json(BEFORE, "before", "baseline")
         read_metrics(run_dir.path)

@@ -22,19 +22,17 @@ from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
-from megatron_dapo.coordinator.reference import reference_folder
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
-from megatron_dapo.experience.thinking import thinking_limit
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
-from megatron_dapo.monitor.weights_and_biases import WandbMirror
-from megatron_dapo.monitor.writer import AXES, MetricsWriter, read_metrics
+from megatron_dapo.monitor.writer import AXES, MetricsWriter, WandbMirror, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool.pool import RewardPool
@@ -136,9 +134,8 @@ async def start_run(run: RunBase) -> RunContext:
     generator = GroupGenerator(responder, inputs.prompts, *drawing)
     stages = [stage.from_step for stage in config.rollout.stages]
     generator.restore(progress.sampler.unfinished)
-    keeping: dict[str, Any] = {"holding": fleet, "unfinished": generator.unfinished}
-    if config.rollout.deterministic:
-        keeping = {}
+    kept = {"holding": fleet, "unfinished": generator.unfinished}
+    keeping: dict[str, Any] = {} if config.rollout.deterministic else kept
     algorithm, prompt_at = config.algorithm, generator.prompt_at
     sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, **keeping)
     stack.push_async_callback(sampler.close)
@@ -239,7 +236,7 @@ async def _start_trainer(
     run.stack.push_async_callback(trainer.close)
     described = await trainer.start(placement)
     if progress.reference_step and run.config.algorithm.kl.coefficient > 0:
-        await trainer.load_reference(reference_folder(run.run_dir.path, progress.reference_step))
+        await trainer.load_reference(run.run_dir.reference(progress.reference_step))
     latest = run.run_dir.latest_checkpoint() if progress.rollout_step else None
     if latest is None:
         return described

@@ -31,8 +31,7 @@ from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.config import Config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.prompt_history import PromptHistory
-from megatron_dapo.coordinator.sampler_state import SamplerState
-from megatron_dapo.experience.groups import Admission, ScoredGroup
+from megatron_dapo.experience.groups import Admission, SamplerState, ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]

@@ -12,12 +12,10 @@ import numpy as np
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
 from megatron_dapo.data.order import Order, PromptOrder, Span
-from megatron_dapo.data.prompt_files import DataError, raw_rows
-from megatron_dapo.data.records import Chat, PromptFile, Row, nearest, parse_row
+from megatron_dapo.data.records import Chat, DataError, PromptFile, Row, nearest, parse_row, raw_rows
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
-from reward.named import load_named
-from reward.registry import find_named_by_data, stated_form, weighted
+from reward.registry import find_named_by_data, load_named, stated_form, weighted
 from reward.verdict import VerifierError
 
 PROBED = 1000

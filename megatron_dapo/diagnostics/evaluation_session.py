@@ -1,22 +1,225 @@
-"""An evaluation with servers of its own, or with somebody's running ones; it can be stopped and resumed."""
+"""An evaluation with servers of its own, or with somebody's running ones; it can be stopped and resumed.
 
-from contextlib import closing
+The weights of a run: which are its newest, a snapshot of a version that outlives the run's own copy, a fingerprint that
+tells versions apart. The responses so far are on disk as soon as each is judged: a restart asks for the others only.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, response_log
-from megatron_dapo.diagnostics.weight_snapshot import fingerprint
+from megatron_dapo.experience.episodes import turn_rules
 from megatron_dapo.experience.evaluation import Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
-from megatron_dapo.experience.observations import turn_rules
+from megatron_dapo.experience.groups import EarlierTurn
 from megatron_dapo.monitor.console import Console, Count
+from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file, whole_lines
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
+
+SETTINGS, RESPONSES = "settings.json", "responses.jsonl"
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation cannot be made, or its folder not be used. The message says why and what to do."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLog:
+    """`responses.jsonl` in the folder of one evaluation."""
+
+    known: dict[AnswerKey, Answer]
+    _file: TextIO
+
+    def add(self, key: AnswerKey, answer: Answer) -> None:
+        """One more; with the system before this returns, so that the death of this process cannot lose it."""
+        mode, problem, sample = key
+        line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
+        if not answer.earlier:
+            del line["earlier"]
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self.known[key] = answer
+
+
+@contextmanager
+def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
+    """The log of a folder, which one process writes at a time.
+
+    Args:
+        settings: what decides a response and its verdict; those of an earlier start must have been equal.
+
+    Raises:
+        EvaluationError: another process holds the folder, its responses were made with other settings, or one of them
+            cannot be read.
+        OSError: the folder cannot be written or locked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = lock_folder(folder)
+    except FolderHeld:
+        raise EvaluationError(
+            f"{folder}: another evaluation writes there; wait for it, or give another --out"
+        ) from None
+    try:
+        _check_settings(folder, settings)
+        known = _read(folder / RESPONSES)
+        with (folder / RESPONSES).open("a", encoding="utf-8") as file:
+            yield ResponseLog(known, file)
+    finally:
+        lock.release()
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    path = folder / SETTINGS
+    if not path.exists():
+        replace_file(path, json.dumps(settings, indent=2) + "\n")
+        return
+    try:
+        before = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
+    for key, now in json.loads(json.dumps(settings)).items():
+        if before.get(key) != now:
+            raise EvaluationError(
+                f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
+                "remove that folder"
+            )
+
+
+def _read(path: Path) -> dict[AnswerKey, Answer]:
+    """What is there; a last line that a killed process did not finish is cut off."""
+    if not path.exists():
+        return {}
+    drop_torn_line(path)
+    known = {}
+    for place, text in whole_lines(path):
+        try:
+            line = json.loads(text)
+            key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
+            earlier = tuple(EarlierTurn(**turn) for turn in line.get("earlier", ()))
+            known[key] = Answer(**line | {"versions": tuple(line["versions"]), "earlier": earlier})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EvaluationError(
+                f"{place}: no response of an evaluation ({error!r}); remove the line, it will be asked for again"
+            ) from None
+    return known
+
+
+KEPT = Path(EVALUATIONS) / ".kept"
+"""In a run directory: the weights that an evaluation of it is about, until it is finished."""
+
+_PIECE = 1 << 20
+"""Bytes read at both ends of a file for the fingerprint."""
+
+
+def versions(folder: Path) -> list[int]:
+    """N of each vN in a folder of weights, oldest first."""
+    names = [each.name for each in folder.glob("v*")]
+    return sorted(int(name[1:]) for name in names if name[1:].isdigit())
+
+
+def newest_weights(run: Path) -> tuple[Path, int | None]:
+    """The exported model of a run that has ended, else the newest version that its servers read from disk, with its
+    number.
+
+    Raises:
+        EvaluationError: there are neither.
+    """
+    if _exported(run):
+        return run / "model", None
+    for version in reversed(versions(run / "weights")):
+        if (run / "weights" / f"v{version}" / "config.json").is_file():
+            return run / "weights" / f"v{version}", version
+    raise EvaluationError(
+        f"{run}: no weights in Hugging Face format below model/ or weights/: wait for the run's first ones (with "
+        "rollout.weight_sync=disk), or convert a checkpoint with tools/convert_checkpoint.py and name its folder "
+        "(eval --model FOLDER; bisect CONFIG.yaml model.path=FOLDER)"
+    )
+
+
+def evaluated_weights(run: Path) -> tuple[Path, int | None]:
+    """The exported model of a run, else a snapshot: of the version at which an evaluation was stopped, or of the newest
+    one. And the version's number.
+
+    Raises:
+        EvaluationError: there are no weights yet.
+    """
+    begun = versions(run / KEPT)
+    if begun and not _exported(run):  # a snapshot outlives the run's own copy
+        return run / KEPT / f"v{begun[-1]}", begun[-1]
+    source, version = newest_weights(run)
+    if version is None:
+        return source, None
+    if not snapshot(source, run / KEPT / source.name):
+        raise EvaluationError(f"{run}: version {version} was removed by the run meanwhile; try again")
+    return run / KEPT / source.name, version
+
+
+def _exported(run: Path) -> bool:
+    return (run / "summary.json").exists() and (run / "model" / "config.json").is_file()
+
+
+def snapshot(source: Path, target: Path) -> bool:
+    """Make `target` hold the files of `source`, which may be removed at any moment: as hard links, which cost nothing,
+    or as copies where the file system has none. False if `source` was removed meanwhile; there is no target then."""
+    aside = target.with_name(f"{target.name}.tmp")
+    for old in (target, aside):
+        shutil.rmtree(old, ignore_errors=True)
+    aside.mkdir(parents=True)
+    with suppress(FileNotFoundError):
+        for file in sorted(source.iterdir()):
+            _link_or_copy(file, aside / file.name)
+        if {file.name for file in source.iterdir()} == {file.name for file in aside.iterdir()}:
+            os.replace(aside, target)
+            return True
+    shutil.rmtree(aside)
+    return False
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)  # which fails too where there is no source any more
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the model in a folder: the config, and of each weight file its size and a megabyte from both ends. Another
+    step of training has another one.
+
+    Raises:
+        EvaluationError: the folder holds no model in Hugging Face format.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or not (folder / "config.json").is_file():
+        raise EvaluationError(
+            f"{folder}: no model in Hugging Face format (config.json, *.safetensors); "
+            "python -m tools.convert_checkpoint makes one of a checkpoint"
+        )
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_PIECE))
+            content.seek(max(0, size - _PIECE))
+            digest.update(content.read(_PIECE))
+    return digest.hexdigest()[:16]
 
 
 async def evaluate(config: Config, out: Path, console: Console, rollout_step: int | None) -> dict[str, Any]:

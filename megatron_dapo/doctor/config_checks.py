@@ -1,21 +1,26 @@
-"""What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own."""
+"""What a config names: run directory, disk, model, tokenizer, data, host memory; and a rollout step of its own.
+
+At the end the table of all checks, in the order in which they are printed.
+"""
 
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
-from megatron_dapo.doctor.probing import Facts, Finding, failed, needed_gpus, passed, run, warning
+from megatron_dapo.doctor import machine_checks as machine
+from megatron_dapo.doctor.probing import Facts, Finding, Status, failed, needed_gpus, passed, run, warning
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, batch_responses, host_memory, routing_bytes
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration
-from megatron_dapo.storage.run_dir import has_run, refuse_what_is_there
+from megatron_dapo.storage.run_dir import RunDirError, has_run, refuse_what_is_there
+from rollout.errors import ServerStartError
 
 _OPTIMIZER_BYTES = 12
 
@@ -157,3 +162,41 @@ def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Iterator[Fi
         return
     last = "\n".join(answer.output.strip().splitlines()[-_LAST_LINES:]) or answer.error
     yield failed(f"exit code {answer.code}:\n{last}", f"run it yourself: {shlex.join(['megatron-dapo', *arguments])}")
+
+
+_SAID = (ValueError, RunDirError, ServerStartError, OSError, ImportError)
+"""Errors whose message says what is wrong and what to do: those of config, model and data are ValueErrors."""
+
+
+def _named(*checks: Callable[[Facts], Iterator[Finding]]) -> dict[str, Callable[[Facts], Iterator[Finding]]]:
+    return {check.__name__.removeprefix("check_").replace("_", " "): check for check in checks}
+
+
+ANYWHERE = _named(machine.check_versions, machine.check_gpus, machine.check_limits)
+ON_GPUS = _named(
+    machine.check_torch, machine.check_imports, machine.check_compilers, machine.check_network, machine.check_infiniband
+)
+OF_A_CONFIG = _named(machine.check_ports, check_run_dir, check_model)
+OF_A_CONFIG |= _named(check_disk, check_host_memory, check_inputs)
+
+
+def examine(facts: Facts) -> Iterator[tuple[str, Finding]]:
+    """(name of the check, what it found) of all checks but the dry run; without a config, those of the machine. What
+    stops two checks is told once."""
+    told: set[Finding] = set()
+    for name, check in (ANYWHERE | (ON_GPUS if facts.on_gpus else {}) | (OF_A_CONFIG if facts.config else {})).items():
+        for finding in findings_of(check(facts)):
+            if finding not in told:
+                told.add(finding)
+                yield name, finding
+
+
+def findings_of(check: Iterator[Finding]) -> list[Finding]:
+    """What is wrong, or, where nothing is, what passes."""
+    found = []
+    try:
+        for finding in check:
+            found.append(finding)
+    except _SAID as error:
+        found.append(failed(str(error), "correct it as the message says"))
+    return [finding for finding in found if finding.status is not Status.PASS] or found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,16 +52,7 @@ class Finding(NamedTuple):
     """What to do; empty where nothing is wrong."""
 
 
-def passed(found: str) -> Finding:
-    return Finding(Status.PASS, found)
-
-
-def warning(found: str, fix: str) -> Finding:
-    return Finding(Status.WARNING, found, fix)
-
-
-def failed(found: str, fix: str) -> Finding:
-    return Finding(Status.FAIL, found, fix)
+passed, warning, failed = (partial(Finding, status) for status in Status)
 
 
 class Answer(NamedTuple):

@@ -14,19 +14,11 @@ import numpy as np
 from megatron_dapo.config import Config
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import TextTools
-from megatron_dapo.experience.episodes import Play
+from megatron_dapo.experience.episodes import Play, thinking_limit
 from megatron_dapo.experience.generator import Responder, gather_or_cancel, response_seed
 from megatron_dapo.experience.groups import EarlierTurn
-from megatron_dapo.experience.thinking import thinking_limit
+from megatron_dapo.monitor import statistics as stats
 from megatron_dapo.monitor.console import Count
-from megatron_dapo.monitor.statistics import (
-    Accuracy,
-    clustered_accuracy,
-    consensus,
-    mean_with_interval,
-    pass_at_k,
-    sizes,
-)
 from megatron_dapo.storage.durable import replace_file
 from reward.answer.compare import answer_key
 from reward.registry import weighted
@@ -82,7 +74,7 @@ ProblemAnswers = Sequence[Sequence[Answer]]
 class Answers:
     """All problems in one decoding mode."""
 
-    accuracy: Accuracy
+    accuracy: stats.Accuracy
     texts: tuple[str, ...]
     """The first response to each problem."""
     correct: tuple[bool, ...]
@@ -226,7 +218,7 @@ class Evaluator:
 def _summary(problems: ProblemAnswers) -> Answers:
     everyone = [answer for answers in problems for answer in answers]
     return Answers(
-        accuracy=clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems])),
+        accuracy=stats.clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems])),
         texts=tuple(answers[0].text for answers in problems),
         correct=tuple(answers[0].correct for answers in problems),
         versions=(min(answer.versions[0] for answer in everyone), max(answer.versions[1] for answer in everyone)),
@@ -244,12 +236,12 @@ def figures(problems: ProblemAnswers) -> dict[str, Any]:
     n, everyone = len(problems[0]), [answer for answers in problems for answer in answers]
     right = [sum(answer.correct for answer in answers) for answers in problems]
     per_problem = {f"avg@{n}": [count / n for count in right]}
-    per_problem |= {f"pass@{k}": [pass_at_k(count, n, k) for count in right] for k in sizes(n)}
+    per_problem |= {f"pass@{k}": [stats.pass_at_k(count, n, k) for count in right] for k in stats.sizes(n)}
     per_problem[f"cons@{n}"] = [_consensus(answers) for answers in problems]
     return {
         "problems": len(problems),
         "samples": n,
-        "figures": {name: asdict(mean_with_interval(np.array(each), n)) for name, each in per_problem.items()},
+        "figures": {name: asdict(stats.mean_with_interval(np.array(each), n)) for name, each in per_problem.items()},
         "mean_tokens": float(np.mean([answer.tokens for answer in everyone])),
         "truncated": float(np.mean([answer.truncated for answer in everyone])),
         "without_answer": float(np.mean([answer.extracted is None for answer in everyone])),
@@ -289,4 +281,4 @@ def _problem_json(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
 
 def _consensus(answers: Sequence[Answer]) -> float:
     votes = [None if answer.extracted is None else answer_key(answer.extracted) for answer in answers]
-    return consensus(votes, [answer.correct for answer in answers])
+    return stats.consensus(votes, [answer.correct for answer in answers])

@@ -15,9 +15,8 @@ from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
-from megatron_dapo.experience.episodes import Play
+from megatron_dapo.experience.episodes import Play, Rules
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse, unjudged
-from megatron_dapo.experience.observations import Rules
 from megatron_dapo.monitor.console import Count
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy

@@ -1,11 +1,12 @@
 """What the coordinator's own parts tell each other."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from reward.verdict import Rule, Verdict
 from rollout.generation import FinishReason, Generation
 
@@ -136,3 +137,29 @@ class Admission:
         were given up, all that was decided: of the former the short ones were finished, and the long ones not."""
         decided = sorted((*self.kept, *self.filtered), key=lambda group: group.position)
         return tuple(decided) if self.discarded else self.generated or self.kept
+
+
+PromptRates = Mapping[int, tuple[int, tuple[float, ...]]]
+"""Prompt -> the step of its last group, and the shares of right responses of its last ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerState:
+    """What a checkpoint holds of the sampler."""
+
+    cursor: int
+    pass_rate: PassRate
+    carried: tuple[ScoredGroup, ...]
+    """Finished groups of positions from cursor on, in order. Positions before `next` that are neither here nor passed
+    over were in flight: a resumed run goes on from what `unfinished` has of them, and sends the others again."""
+    sent_with: tuple[int, ...] = ()
+    """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
+    token's counts."""
+    next: int | None = None
+    """The first position neither sent nor passed over. None in older checkpoints: then the one after `carried`."""
+    passed_over: tuple[int, ...] = ()
+    """Positions from cursor on that were passed over."""
+    history: PromptRates = field(default_factory=dict)
+    """With `retire_at` or `pools`."""
+    unfinished: tuple[ScoredGroup, ...] = ()
+    """What was drawn of groups in flight, in order: not judged, with the weight version at their dispatch."""

@@ -1,19 +1,112 @@
 """metrics.jsonl and TensorBoard: one line a rollout step, on disk before the next step begins. TensorBoard also gets
-the held-out accuracy before and after, the config, histograms and responses with their verdicts."""
+the held-out accuracy before and after, the config, histograms and responses with their verdicts.
 
+To Weights & Biases as well, where `monitor.wandb.mode` asks for it; no code is sent, and text only where
+`monitor.wandb.samples` asks for it.
+"""
+
+import importlib.util
 import json
 import math
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from megatron_dapo.config.base import ConfigError
+from megatron_dapo.config.run_config import WandbConfig
 from megatron_dapo.monitor.catalog import check_declared
-from megatron_dapo.monitor.weights_and_biases import Histograms, Row, WandbMirror
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
+
+Row = Mapping[str, Any]
+Histograms = Mapping[str, Sequence[float]]
+"""Name -> the values counted."""
+
+ID_FILE = "wandb_id"
+"""In the run directory: a resumed run goes on in the same place."""
+
+
+def check_wandb(config: WandbConfig) -> None:
+    """Whether it could be used, before anything is started.
+
+    Raises:
+        ConfigError: the package is not installed, or `online` has no key.
+    """
+    if config.mode == "off":
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
+            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
+        )
+    # As wandb itself, which brings it, looks for a login.
+    from requests.utils import get_netrc_auth
+
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if config.mode == "online" and not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(host)):
+        raise ConfigError(
+            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
+            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
+        )
+
+
+class WandbMirror:
+    """One run on Weights & Biases, over rollout steps. Use as a context: its end says whether the run failed.
+
+    A step that a resumed run does again keeps its first value there: Weights & Biases takes no step twice.
+    """
+
+    def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """`settings`: config key -> value, shown beside the curves.
+
+        Raises:
+            ConfigError: Weights & Biases refuses, or cannot be reached.
+        """
+        # Imported here: few runs use it, and it need not be installed.
+        import wandb
+
+        self._wandb, self._samples = wandb, config.samples
+
+        file = run_dir / ID_FILE
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:12] + "\n")
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or run_dir.name,
+                id=file.read_text().strip(),
+                resume="allow",
+                mode=config.mode,
+                dir=str(run_dir),
+                config=dict(settings),
+                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(f"monitor.wandb: {error}; set monitor.wandb.mode=offline to go on without it") from None
+        self._run.define_metric("rollout_step")
+        self._run.define_metric("*", step_metric="rollout_step")
+
+    def write(self, values: Row, histograms: Histograms, samples: Sequence[Row]) -> None:
+        """As `MetricsWriter.show`; `values` has the rollout step. Calls for one step become one row."""
+        row: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        row |= {name: self._wandb.Histogram(numbers) for name, numbers in histograms.items()}
+        if samples and self._samples:
+            columns = list(dict.fromkeys(key for line in samples for key in line))
+            cells = [[str(line.get(key, "")) for key in columns] for line in samples]
+            row["responses"] = self._wandb.Table(columns, cells)
+        self._run.log(row, step=int(row["rollout_step"]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._run.finish(exit_code=int(kind is not None))
+
 
 FILE = "metrics.jsonl"
 NON_FINITE = "non_finite"
@@ -154,8 +247,7 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
     if not file.exists():
         return []
     lines: list[Line] = []
-    complete, _, _ = file.read_bytes().rpartition(b"\n")
-    for number, text in enumerate(complete.splitlines(), start=1):
+    for place, text in whole_lines(file):
         try:
             line: Line = json.loads(text)
             if not isinstance(line["rollout_step"], int):
@@ -166,7 +258,7 @@ def read_metrics(run_dir: str | Path) -> list[Line]:
                     raise ValueError(f"{name} = {json.dumps(value)}")
         except (ValueError, TypeError, KeyError) as error:
             wanted = "an object in JSON with an integer rollout_step, whose metrics are finite numbers or null"
-            raise MetricsError(f"{file}:{number}: {error}; a line is {wanted}: fix or remove it") from None
+            raise MetricsError(f"{place}: {error}; a line is {wanted}: fix or remove it") from None
         while lines and lines[-1]["rollout_step"] >= line["rollout_step"]:
             lines.pop()
         lines.append(line)

@@ -9,8 +9,9 @@ sides move between GPU and host memory. In `async` the servers never wait for th
 of a batch: the step takes as long as the slower side, and the sync, which stops both.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -112,19 +113,19 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
     lengths = np.concatenate([one.lengths for one in filled])
     names = ("compute_s", "bubble_s", "tensor_s", "data_s")
     return StepPlan(
-        rollout_s=_mean(one.seconds for one in filled),
-        tail_s=_mean(one.tail_s for one in filled),
-        log_prob_s=_mean(whole if after else left),
-        log_prob_total_s=_mean(whole),
+        rollout_s=fmean(one.seconds for one in filled),
+        tail_s=fmean(one.tail_s for one in filled),
+        log_prob_s=fmean(whole if after else left),
+        log_prob_total_s=fmean(whole),
         update_s=update_s / steps,
-        update=PassTime(**{name: _mean(getattr(update, name) for update in updates) for name in names}),
+        update=PassTime(**{name: fmean(getattr(update, name) for update in updates) for name in names}),
         optimizer_steps=len(updates) / steps,
         sync_s=sync_seconds(case),
         handover_s=handover_seconds(case, memory, state),
         overlaps=config.run.mode == "async",
-        generated_tokens=_mean(one.tokens for one in filled),
-        trained_tokens=_mean(sum(one.lengths) for one in filled),
-        generated_groups=_mean(one.groups for one in filled),
+        generated_tokens=fmean(one.tokens for one in filled),
+        trained_tokens=fmean(sum(one.lengths) for one in filled),
+        generated_groups=fmean(one.groups for one in filled),
         mean_length=float(lengths.mean()),
         cut_off=float((lengths >= workload.longest).mean()),
         slots=fleet.slots,
@@ -178,7 +179,3 @@ def handover_seconds(case: Scenario, memory: ServerMemory, state: StateBytes) ->
     if offload.between_phases == "all":
         moved += 2 * state.parameters
     return 2 * moved / case.constants.host_bandwidth
-
-
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))

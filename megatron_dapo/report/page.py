@@ -13,9 +13,9 @@ from megatron_dapo.config.config_diff import ABSENT, departures, differences, sh
 from megatron_dapo.config.load import flatten
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
-from megatron_dapo.report import learning, sections, tables
+from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.overlay import group_by_seed
+from megatron_dapo.report.sections import group_by_seed
 from megatron_dapo.report.source import Run, look_up
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -61,10 +61,9 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
         colours=[group.colour for group in groups for _ in group.runs],
         changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
         heartbeats=[read_heartbeat(run.path) for run in runs],
-        prompt_groups=[learning.groups_by_prompt(run) for run in runs],
+        prompt_groups=[tables.groups_by_prompt(run) for run in runs],
         alarms=[tables.alarm_periods(run) for run in runs],
         baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
         tables=tables,
-        learning=learning,
         sections=sections,
     )

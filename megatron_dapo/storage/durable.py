@@ -110,6 +110,13 @@ def drop_torn_line(file: Path) -> None:
             stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
+def whole_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(`file:number`, its text) of each line, but for a last one that a kill has torn."""
+    whole, _, _ = file.read_bytes().rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
+        yield f"{file}:{number}", line
+
+
 class FolderHeld(RuntimeError):
     """Another process holds the folder."""
 

@@ -9,19 +9,19 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
     retired                                           its prompt is not sent at this turn: passed over
 
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
-that checkpoint, and what belongs to later steps than it; report/outcomes.py: effective_events gives what stands. What
+that checkpoint, and what belongs to later steps than it; `effective_events` gives what stands. What
 was in flight at the checkpoint is `interrupted` there: its responses are gone, and it is dispatched again; but what
 `resumed` names as `continued` goes on from the tokens that the checkpoint has.
 """
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
 
 
 class Event(StrEnum):
@@ -79,13 +79,42 @@ def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[s
         LedgerError: a line in the middle that is no event in JSON.
     """
     events: list[dict[str, Any]] = []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for place, line in whole_lines(path):
         try:
             event = json.loads(line)
             kind = event["event"]
         except (ValueError, TypeError, KeyError) as error:
-            raise LedgerError(f"{path}:{number}: not an event ({error!r}); restore the file from a copy") from None
+            raise LedgerError(f"{place}: not an event ({error!r}); restore the file from a copy") from None
         if kinds is None or kind in kinds:
             events.append(event)
     return events
+
+
+def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events that stand: those after a checkpoint that a later resume went back behind are left out.
+
+    Where a checkpoint was resumed from, each position without a fate by then gets an event `interrupted`, unless the
+    resume goes on from its tokens.
+    """
+    standing: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] != Event.RESUMED:
+            standing.append(event)
+            continue
+        step = event["rollout_step"]
+        saved = (
+            at
+            for at, earlier in enumerate(standing, start=1)
+            if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step
+        )
+        # A run that stops in the middle of a step saves what stood before it, after events of that step.
+        standing = [earlier for earlier in standing[: max(saved, default=0)] if earlier["rollout_step"] <= step]
+        last = {earlier["prompt"]: at for at, earlier in enumerate(standing) if earlier["prompt"] is not None}
+        kinds, goes_on = {prompt: standing[at]["event"] for prompt, at in last.items()}, event.get("continued", ())
+        # What is finished was so after the checkpoint's content was fixed: lost, or finished anew from its tokens.
+        again = {last[prompt] for prompt in goes_on if kinds.get(prompt) == Event.FINISHED}
+        standing = [earlier for at, earlier in enumerate(standing) if at not in again]
+        lost = [prompt for prompt, kind in kinds.items() if kind in (Event.DISPATCHED, Event.FINISHED)]
+        lost = [prompt for prompt in lost if prompt not in set(goes_on)]
+        standing += [event | {"event": Event.INTERRUPTED, "prompt": prompt} for prompt in lost]
+    return standing

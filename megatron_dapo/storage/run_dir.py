@@ -13,14 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megatron_dapo.monitor.statistics import Accuracy
-from megatron_dapo.storage.durable import (
-    LOCK_NAME,
-    FolderHeld,
-    lock_folder,
-    remove_folder,
-    replace_file,
-    replace_folder,
-)
+from megatron_dapo.storage import durable as files
 
 OWN_NAMES = ("model", "weights", "checkpoints", "references", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
@@ -120,7 +113,7 @@ def _usable(path: str | Path, other: str = "choose a directory of your own") -> 
     """An OSError of the body becomes a RunDirError that names the run directory and what to do: `other`."""
     try:
         yield
-    except FolderHeld:
+    except files.FolderHeld:
         raise RunDirError(
             f"run.dir = {path}: a live run holds it (`megatron-dapo status` names it); wait for it or choose another"
         ) from None
@@ -157,7 +150,7 @@ class RunDir:
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
         with _usable(path):
-            self._lock = lock_folder(self.path)
+            self._lock = files.lock_folder(self.path)
         self._identity = _identity(self.path)
         if not resume:
             try:
@@ -186,7 +179,7 @@ class RunDir:
             durable: it is on disk on return, even if the machine fails. A resume needs most files; for one that is
                 written every few seconds syncing costs too much.
         """
-        replace_file(self.path / name, text, durable=durable)
+        files.replace_file(self.path / name, text, durable=durable)
 
     def write_json(self, name: str, content: Any, *, durable: bool = True) -> None:
         self.write_text(name, json.dumps(content, indent=2) + "\n", durable=durable)
@@ -228,14 +221,18 @@ class RunDir:
         """Rename into place, point `latest` at it, remove all but the newest `keep`."""
         self.check_there()
         folder = self.path / "checkpoints" / f"step_{step}"
-        replace_folder(aside, folder, durable=True)
+        files.replace_folder(aside, folder, durable=True)
         self._point_latest_at(step)
         for old in self.checkpoints()[:-keep]:
-            remove_folder(old.folder)
+            files.remove_folder(old.folder)
         return Checkpoint(step=step, folder=folder)
 
     def _point_latest_at(self, step: int) -> None:
-        replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
+        files.replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
+
+    def reference(self, step: int) -> Path:
+        """Folder of the weights that became the KL term's reference after rollout step `step`."""
+        return self.path / "references" / f"step_{step}"
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
@@ -310,6 +307,6 @@ def _unused(path: Path) -> Path:
 def _identity(folder: Path) -> tuple[int, int] | None:
     """Device and inode of the lock file, which is never replaced while a run holds it; None without one."""
     with suppress(OSError):
-        found = (folder / LOCK_NAME).stat()
+        found = (folder / files.LOCK_NAME).stat()
         return found.st_dev, found.st_ino
     return None

@@ -4,8 +4,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from reward.answer.read import Answer, read
-from reward.answer.rule_tables import patterns
-from reward.answer.text import clean, compact
+from reward.answer.text import clean, compact, patterns
 from reward.verdict import Rule
 
 _PATTERNS = patterns("comparison")

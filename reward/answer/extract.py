@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from reward.answer.rule_tables import patterns
-from reward.answer.text import ascii_lower, closing
+from reward.answer.text import ascii_lower, closing, patterns
 
 LINE_LIMIT = 5000
 """Characters of a statement that are read; what goes beyond is no answer."""

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from reward.answer.rule_tables import WORDS, patterns
+from reward.answer.text import WORDS, patterns
 
 NUMERAL_LIMIT = 1000
 """Characters: a longer text is no number here (and stays below Python's limit of 4300 digits for int)."""

@@ -6,8 +6,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from reward.answer.number import Number, read_number
-from reward.answer.rule_tables import patterns
-from reward.answer.text import clean, compact, enclosed, strip_edges
+from reward.answer.text import clean, compact, enclosed, patterns, strip_edges
 
 _PATTERNS = patterns("reading")
 _PARSED_LIMIT = 600  # characters: longer answers are compared as texts only

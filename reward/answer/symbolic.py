@@ -12,8 +12,7 @@ import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from reward.answer.rule_tables import WORDS, Rewriting, patterns
-from reward.answer.text import closing
+from reward.answer.text import WORDS, Rewriting, closing, patterns
 
 if TYPE_CHECKING:
     from sympy import Expr

@@ -27,8 +27,9 @@ READY = None
 
 
 # Requests and verdicts travel as plain tuples: pickling dataclasses takes several times longer.
-_request_values = attrgetter("response", "ground_truth", "prompt", "verifier")
-_verdict_values = attrgetter("accuracy", "extracted", "rule", "seconds", "error")
+_REQUEST = ("response", "ground_truth", "prompt", "verifier")
+_VERDICT = ("accuracy", "extracted", "rule", "seconds", "error")
+_request_values, _verdict_values = attrgetter(*_REQUEST), attrgetter(*_VERDICT)
 
 
 def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
@@ -45,11 +46,8 @@ def encode_order(jobs: Sequence[Job], alone: bool) -> bytes:
 def decode_order(content: bytes) -> tuple[list[Job], bool]:
     """The jobs that `encode_order` wrote, and whether it is one alone."""
     values, alone = pickle.loads(content)
-    return [_request(*each) if isinstance(each, tuple) else each for each in values], alone
-
-
-def _request(response: str, ground_truth: str, prompt: str, verifier: str) -> VerificationRequest:
-    return VerificationRequest(response=response, ground_truth=ground_truth, prompt=prompt, verifier=verifier)
+    requests = (dict(zip(_REQUEST, each, strict=True)) if isinstance(each, tuple) else each for each in values)
+    return [VerificationRequest(**each) if isinstance(each, dict) else each for each in requests], alone
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -67,16 +65,14 @@ def decode_reply(content: bytes) -> Reply:
         results = json.loads(content)
         if results is None:
             return READY
-        return [_result(each) if isinstance(each, dict) else _verdict(*each) for each in results]
+        return [_result(each) for each in results]
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a reply that is no result: {error}") from None
 
 
-def _verdict(accuracy: bool, extracted: str | None, rule: str, seconds: float, error: str | None) -> Verdict:
-    return Verdict(accuracy=accuracy, extracted=extracted, rule=rule, seconds=seconds, error=error)
-
-
-def _result(fields: dict[str, Any]) -> Deferred | Stepped:
+def _result(fields: Any) -> Result:
+    if not isinstance(fields, dict):
+        return Verdict(**dict(zip(_VERDICT, fields, strict=True)))
     if "answer" in fields:
         return Deferred(**fields)
     outcome, kinds = fields.pop("outcome"), {"seconds": int | float, "error": str | None, "unjudged": bool}

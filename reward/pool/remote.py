@@ -60,12 +60,8 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
             async with free:
                 return await _judge(config, session, batch)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(judge(batch)) for batch in batches]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-    return [verdict for task in tasks for verdict in task.result()]
+        judged = await asyncio.gather(*map(judge, batches))
+    return [verdict for verdicts in judged for verdict in verdicts]
 
 
 class RemoteEnvironment:

@@ -23,9 +23,7 @@ from reward.verdict import Deferred
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
 
-_ONE_THREAD = {
-    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-}
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LOG_TAIL = 2000
 _PART_BYTES = 1 << 20
 
@@ -34,7 +32,7 @@ def worker_environment() -> dict[str, str]:
     """Environment of a process that finds the same modules as this one, the user's in the working directory last, and
     computes in one thread."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
-    return os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return os.environ | dict.fromkeys(_THREADS, "1") | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 class WorkerStartError(RuntimeError):

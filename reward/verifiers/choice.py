@@ -1,9 +1,35 @@
-"""Verifier `choice`: multiple choice. The ground truth is one letter; so is the last statement of the response."""
+"""Verifier `choice`: multiple choice. The ground truth is one letter; so is the last statement of the response:
+`(B)`, `B. 42`, `Option B`."""
 
 from reward.answer.extract import last_statement
-from reward.answer.option import option
-from reward.answer.text import clean, plain_characters
+from reward.answer.text import clean, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+
+OPTION = patterns("option")
+
+
+def option(text: str) -> str | None:
+    """The one option that the cleaned text names, in upper case; None if it names none, or several."""
+    found = OPTION["letter"].fullmatch(text)
+    if found is None:
+        return None
+    bracketed = found[1] or found[2]
+    rest = found["rest"]
+    if OPTION["another"].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION["denied"].match(rest):
+        return None
+    if rest.strip() and not bracketed and not OPTION["text_of_option"].match(rest):
+        return None
+    return (bracketed or found[3]).upper()
+
+
+def labelled(text: str) -> tuple[str, str] | None:
+    """The letter and the text of one option, as `(C) 13` and `C. 13` state them; None for anything else."""
+    label = OPTION["label"].match(text)
+    if label is None or option(text) is None:
+        return None
+    rest = text[label.end() :]
+    return None if rest[0] in "-+*/^=<>|" else (label[1] or label[2], rest)
+
 
 RULE = "choice"
 """The rule's name in `Verdict.rule` where a letter was stated."""

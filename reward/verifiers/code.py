@@ -9,6 +9,9 @@ The ground truth is a JSON object in one of two forms, either with an optional `
 The code runs in a process that can compute and nothing else (`reward.code.seccomp`) and that never holds a test or an
 expected output, so there is nothing to forge: printing, ending early or taking Python apart gives no credit. The price:
 only the standard library; arguments and results are plain values, passed by value, and methods of objects.
+
+Environment `python` runs programs in the same process: the last Python block of a turn is run, and what it prints is
+the tool's result. A turn without such a block is the answer, which the prompt's verifier judges.
 """
 
 import json
@@ -22,6 +25,7 @@ from typing import Any
 from reward.code.sandbox import Sandbox
 from reward.code.seccomp import hide_memory
 from reward.code.suite import Suite, make_suite, passes
+from reward.environment import Episode, Observation
 from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
 
 RULE = "code"
@@ -131,3 +135,30 @@ def _truth(ground_truth: str) -> tuple[int, Suite | list[dict[str, str]]]:
 
 def _is_case(case: Any) -> bool:
     return isinstance(case, dict) and case.keys() == {"input", "output"} and all(type(v) is str for v in case.values())
+
+
+OUTPUT_BYTES = 1 << 16
+"""What the program may print; one that prints more is ended there."""
+
+
+def run(episode: Episode) -> Observation | None:
+    """The output of the newest turn's program, a traceback at its end if it failed.
+
+    Raises:
+        VerifierError: this system cannot confine a process.
+    """
+    source = last_program(episode.response)
+    if source is None:
+        return None
+    with (
+        tempfile.TemporaryFile() as output,
+        closing(Sandbox(source, mode="program", cpu_s=CPU_S, stdout=output, stderr=output)) as sandbox,
+    ):
+        if not sandbox.ready(file_bytes=OUTPUT_BYTES):
+            return Observation("error: this is no Python program", role="tool")
+        code = sandbox.exit_code(time.monotonic() + WALL_FACTOR * CPU_S)
+        output.seek(0)
+        said = output.read().decode("utf-8", "replace").rstrip()
+    if code is None or code == -signal.SIGKILL:
+        said = f"{said}\nerror: stopped after {CPU_S} s".strip()
+    return Observation(said or f"(no output, exit code {code})", role="tool")

@@ -7,11 +7,10 @@ from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
-from reward.answer.option import OPTION, labelled, option
 from reward.answer.read import Answer, read, read_truth
-from reward.answer.rule_tables import WORDS, Rewriting, patterns
-from reward.answer.text import clean, compact, plain_characters
+from reward.answer.text import WORDS, Rewriting, clean, compact, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError, check_length
+from reward.verifiers.choice import OPTION, labelled, option
 
 _PATTERNS = patterns("comparison")
 _PLAIN_INTEGER = _PATTERNS["plain_integer"]
@@ -37,17 +36,10 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
         _truth(request.ground_truth)  # an unusable ground truth is an error whatever the response
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
     if not statement.rivals and len(statement.text) <= LINE_LIMIT:
-        plain = _PLAIN_INTEGER.fullmatch(statement.text)
-        wanted = _integer(request.ground_truth) if plain else None
-        if plain and wanted is not None:
-            return Judgement(accuracy=int(plain[1]) == wanted, extracted=plain[1], rule=Rule.INTEGER)
+        plain, wanted = map(_PLAIN_INTEGER.fullmatch, (statement.text, request.ground_truth))
+        if plain and wanted:
+            return Judgement(accuracy=int(plain[1]) == int(wanted[1]), extracted=plain[1], rule=Rule.INTEGER)
     return _judge_statement(statement, _truth(request.ground_truth), request.prompt)
-
-
-@lru_cache(maxsize=4096)
-def _integer(ground_truth: str) -> int | None:
-    plain = _PLAIN_INTEGER.fullmatch(ground_truth)
-    return int(plain[1]) if plain else None
 
 
 def _truth(ground_truth: str) -> Answer:

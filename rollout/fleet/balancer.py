@@ -37,7 +37,8 @@ class Balancer:
         self.members = members
         self.limit = limit
         self._window = max(MIN_WINDOW, WINDOW_PER_SERVER * len(members))
-        self._open = True
+        self.is_open = True
+        """Whether requests start."""
         self._request_use: float | None = None
         """KV cache that a request takes, mean; None: not every server tells how much it uses."""
         self._ended: RolloutError | None = None
@@ -52,11 +53,6 @@ class Balancer:
     def waiting(self) -> int:
         """Requests without a server, but for those that are kept back."""
         return sum(not waiter.place.done() for waiter in self._waiting)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests start."""
-        return self._open
 
     async def acquire(
         self, group_id: str, priority: int = 0, avoid: Member | None = None, *, holdable: bool = False
@@ -106,11 +102,11 @@ class Balancer:
 
     def close(self) -> None:
         """No request starts from now on."""
-        self._open = False
+        self.is_open = False
 
     def open(self) -> None:
         """Requests start again."""
-        self._open = True
+        self.is_open = True
         self.dispatch()
 
     def hold(self) -> None:
@@ -141,7 +137,7 @@ class Balancer:
 
     def dispatch(self) -> None:
         """Gives free places to waiting requests."""
-        while self._open and self._waiting:
+        while self.is_open and self._waiting:
             free = [member for member in self.members if member.state is State.READY and member.in_flight < self.limit]
             if not free:
                 return

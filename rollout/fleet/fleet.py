@@ -9,9 +9,8 @@ from pathlib import Path
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.member import Member, ServerStatistics, State, Timing
 from rollout.fleet.request_loop import RequestLoop
-from rollout.fleet.server_statistics import ServerStatistics
 from rollout.fleet.supervision import Supervisor
 from rollout.fleet.weight_update import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.generation import Generation, GenerationRequest, ServedPart

@@ -1,7 +1,9 @@
-"""A server as the fleet sees it: its engine, the client to it, its state, and how long its answers may take."""
+"""A server as the fleet sees it: its engine, the client to it, its state, how long its answers may take, and what
+the servers say of their KV cache and their queues, summed up over a rollout step."""
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +11,9 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from rollout.errors import ServerUnavailable
+from rollout.generation import ServedPart
 from rollout.server.engine import Engine
-from rollout.wire.client import ServerInfo, SglangClient
+from rollout.wire.client import ServerInfo, ServerLoad, SglangClient
 
 T = TypeVar("T")
 
@@ -147,3 +150,38 @@ class Member:
             return task.result()
         finally:
             task.cancel()
+
+
+class ServerStatistics:
+    """Sums of samples and answers until `take`. What no server tells is left out."""
+
+    def __init__(self) -> None:
+        self._sums = defaultdict[str, float](float)
+        self._largest: dict[str, float | int] = {}
+
+    def sampled(self, load: ServerLoad) -> None:
+        """A server's load, as it was asked for."""
+        self._sums["samples"] += 1
+        for name, value in (("kv_use", load.kv_use), ("queue", load.waiting)):
+            self._sums[name] += value
+            self._largest[name] = max(value, self._largest.get(name, 0))
+
+    def served(self, part: ServedPart) -> None:
+        """A server's answer to a request."""
+        if part.cached_tokens is not None:
+            self._sums["prompt_tokens"] += part.prompt_tokens
+            self._sums["cached_tokens"] += min(part.cached_tokens, part.prompt_tokens)
+        if part.retractions is not None:
+            self._sums["retractions"] += part.retractions
+
+    def take(self) -> dict[str, float | int]:
+        """The metrics `servers/*` since the last call."""
+        sums, largest, metrics = self._sums, self._largest, dict[str, float | int]()
+        self._sums, self._largest = defaultdict(float), {}
+        for name, value in largest.items():
+            metrics |= {f"servers/{name}": sums[name] / sums["samples"], f"servers/{name}_max": value}
+        if sums["prompt_tokens"]:
+            metrics["servers/prefix_hits"] = sums["cached_tokens"] / sums["prompt_tokens"]
+        if "retractions" in sums:
+            metrics["servers/retractions"] = int(sums["retractions"])
+        return metrics

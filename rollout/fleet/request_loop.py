@@ -52,11 +52,10 @@ class Response:
             return cls(request, routing=routing)
         edges = np.flatnonzero(np.diff(begun.weight_versions)) + 1
         split = (np.split(array, edges) for array in (begun.drawn_ids, begun.log_probs, begun.weight_versions))
-        drawn = [
-            (Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.ABORT, weight_label=None), by)
+        parts = [
+            (Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.ABORT, weight_label=None), int(by[0]))
             for ids, log_probs, by in zip(*split, strict=True)
         ]
-        parts = [(reply, int(by[0])) for reply, by in drawn]
         parts[-1] = replace(parts[-1][0], finish_reason=begun.finish_reason), parts[-1][1]
         return cls(request, parts, routing=routing)
 

@@ -13,19 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from rollout import errors
 from rollout.config import RolloutConfig
-from rollout.errors import (
-    AccessDenied,
-    FleetLost,
-    RolloutError,
-    ServerRefused,
-    ServerStartError,
-    ServerUnavailable,
-    ServerUnfit,
-)
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing
-from rollout.fleet.server_statistics import ServerStatistics
+from rollout.fleet.member import Member, ServerStatistics, State, Timing
 from rollout.fleet.weight_update import Publisher
 from rollout.wire.client import ServerInfo
 
@@ -80,7 +71,7 @@ class Supervisor:
         count, began = len(self.members), time.monotonic()
         may_miss = min(math.floor(count - count * self.config.start_quorum + 1e-6), count - 1)
         tasks = {asyncio.ensure_future(self._start(member)): member for member in self.members}
-        problems: dict[Member, ServerStartError] = {}
+        problems: dict[Member, errors.ServerStartError] = {}
         pending, patience_s = set(tasks), None
         try:
             while pending and len(problems) <= may_miss:
@@ -89,7 +80,7 @@ class Supervisor:
                     break
                 for task in done:
                     error = task.exception()
-                    if isinstance(error, ServerStartError) and not isinstance(error, ServerUnfit):
+                    if isinstance(error, errors.ServerStartError) and not isinstance(error, errors.ServerUnfit):
                         problems[tasks[task]] = error
                     elif error is not None:
                         raise error
@@ -103,7 +94,9 @@ class Supervisor:
         if len(missing) > may_miss:
             text = "\n".join(map(str, problems.values()))
             others = f"; {len(missing) - len(problems)} were not awaited" if len(missing) > len(problems) else ""
-            raise ServerStartError(f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}")
+            raise errors.ServerStartError(
+                f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}"
+            )
         for member in missing:
             late = f"it was not ready {time.monotonic() - began:.0f} s after the start of the fleet"
             member.late = member not in problems
@@ -122,7 +115,7 @@ class Supervisor:
             RolloutError: a request is in flight.
         """
         if (running := sum(member.in_flight for member in self.members)) or self.balancer.waiting:
-            raise RolloutError(f"servers cannot leave their memory: {running} requests run; nothing was changed")
+            raise errors.RolloutError(f"servers cannot leave their memory: {running} requests run; nothing was changed")
         self.balancer.close()
         self._may_start.clear()
         if self._starts:
@@ -143,7 +136,7 @@ class Supervisor:
                 with member.busy():
                     await member.call(member.client.release_memory(self.timing.load_deadline_s))
                 return claimed
-        except ServerUnavailable as error:
+        except errors.ServerUnavailable as error:
             member.enter(State.DOWN, f"release of its memory: {error}")
         await member.engine.close()
         return None
@@ -152,7 +145,7 @@ class Supervisor:
         try:
             with member.busy():
                 await member.call(member.client.resume_memory(self.timing.load_deadline_s))
-        except ServerUnavailable as error:
+        except errors.ServerUnavailable as error:
             member.enter(State.DOWN, f"taking its memory back: {error}")
 
     async def _start(self, member: Member) -> None:
@@ -167,7 +160,7 @@ class Supervisor:
             try:
                 await self._wait_ready(member, deadline)
                 return member.enter(State.READY)
-            except ServerStartError as error:
+            except errors.ServerStartError as error:
                 if member.engine.alive() or ended > 1 or time.monotonic() > deadline:
                     raise
                 self.report(f"server {str(error).splitlines()[0]}; starting it again")
@@ -188,39 +181,41 @@ class Supervisor:
         problem = "no answer yet"
         while True:
             if not member.engine.alive():
-                raise ServerStartError(f"{member.url}: it ended while it started\n{member.engine.log_tail()}")
+                raise errors.ServerStartError(f"{member.url}: it ended while it started\n{member.engine.log_tail()}")
             try:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
                 return self._check(member, member.info)
-            except AccessDenied as error:
+            except errors.AccessDenied as error:
                 if not member.engine.ours:  # a restart would not change it
-                    raise ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
+                    raise errors.ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
                 problem = f"{error}: another program listens there; ours will end and be started on another port"
-            except (ServerUnavailable, ServerRefused) as error:
+            except (errors.ServerUnavailable, errors.ServerRefused) as error:
                 problem = str(error)
             if time.monotonic() > deadline:
-                raise ServerStartError(
+                raise errors.ServerStartError(
                     f"{member.url}: not ready within {self.start_deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
                 )
             await asyncio.sleep(_POLL_S)
 
     def _check(self, member: Member, info: ServerInfo) -> None:
         if self.config.deterministic and not info.deterministic:
-            raise ServerUnfit(
+            raise errors.ServerUnfit(
                 f"{member.url}: rollout.deterministic needs a server with --enable-deterministic-inference"
             )
         if info.dtype != "float32" and info.fp32_head != self.fp32_head:
             there, here = ("without", "true") if self.fp32_head else ("with", "false")
-            raise ServerUnfit(
+            raise errors.ServerUnfit(
                 f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
                 "trainer would round log-probs differently; change one of the two"
             )
         if self.routed_experts and not info.routed_experts:
-            raise ServerUnfit(f"{member.url}: actor.routing_replay needs a server with --enable-return-routed-experts")
+            raise errors.ServerUnfit(
+                f"{member.url}: actor.routing_replay needs a server with --enable-return-routed-experts"
+            )
         if info.altered:
-            raise ServerUnfit(
+            raise errors.ServerUnfit(
                 f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"
             )
 
@@ -258,7 +253,7 @@ class Supervisor:
                     if member.state is State.SUSPECT:
                         member.enter(State.READY)
                         self.balancer.dispatch()
-                except (ServerUnavailable, ServerRefused) as error:
+                except (errors.ServerUnavailable, errors.ServerRefused) as error:
                     failed += member.last_answer < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
@@ -273,7 +268,7 @@ class Supervisor:
             asked = time.monotonic()
             try:
                 await member.client.server_info(self.timing.scheduler_deadline_s)
-            except (ServerUnavailable, ServerRefused) as error:
+            except (errors.ServerUnavailable, errors.ServerRefused) as error:
                 if not member.busy_calls and member.last_answer < asked:
                     return f"its scheduler does not answer: {error}"
 
@@ -282,7 +277,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(self.timing.load_interval_s)
             kv_use, queue = None, 0
-            with suppress(ServerUnavailable, ServerRefused):
+            with suppress(errors.ServerUnavailable, errors.ServerRefused):
                 load = await member.client.load(self.timing.probe_deadline_s)
                 self.statistics.sampled(load)
                 kv_use, queue = load.kv_use, load.waiting
@@ -349,7 +344,7 @@ class Supervisor:
             if now - down_since > deadline_s and not restarting:
                 tails = "\n".join(f"{member.url}:\n{member.engine.log_tail()}" for member in self.members)
                 self.balancer.refuse(
-                    FleetLost(
+                    errors.FleetLost(
                         f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}: {states}; "
                         f"last words:\n{tails}"
                     )

@@ -17,7 +17,7 @@ from megatron_dapo.algorithm.losses.reinforce import Reinforce
 from megatron_dapo.algorithm.losses.sapo import SAPO
 from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts
+from megatron_dapo.diagnostics.certificate import choose_layouts, fitting_layouts
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import (
     TEMPERATURE,

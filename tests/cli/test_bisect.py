@@ -12,8 +12,8 @@ from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
 from megatron_dapo.diagnostics import log_prob_gap
+from megatron_dapo.diagnostics.evaluation_session import EvaluationError
 from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
-from megatron_dapo.diagnostics.response_log import EvaluationError
 from tests.processes import ROOT
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from megatron_dapo.cli.main import main
-from reward.named import load_named
-from reward.registry import load
+from reward.registry import load, load_named
 from reward.verdict import VerifierError
 from tests.processes import ROOT
 

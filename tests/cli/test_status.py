@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.cli import status
+from megatron_dapo.cli.status import STALE_S, liveness, lock_holder
 from megatron_dapo.cli.status import status as status_command
 from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
 from megatron_dapo.monitor.console import QUIET_S
-from megatron_dapo.report.liveness import STALE_S, liveness, lock_holder
 from megatron_dapo.report.source import ReportError
 from tests.monitor.runs import metrics
 from tests.processes import ROOT

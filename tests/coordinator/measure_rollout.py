@@ -25,11 +25,10 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.data.tokenizer import Decoder, decoder_of, load_text_tools
+from megatron_dapo.experience.episodes import TurnRules
 from megatron_dapo.experience.generator import GroupGenerator, Responder
-from megatron_dapo.experience.groups import Admission
-from megatron_dapo.experience.observations import TurnRules
+from megatron_dapo.experience.groups import Admission, SamplerState
 from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
 from reward.environment import Episode, Observation

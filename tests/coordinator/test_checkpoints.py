@@ -15,7 +15,7 @@ from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator import checkpoints as module
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, load_progress
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
 from megatron_dapo.storage.run_dir import RunDir
 

@@ -11,14 +11,19 @@ from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop
 from megatron_dapo.coordinator.batch import step_arrays
-from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, load_progress, save_progress
-from megatron_dapo.coordinator.reference import _remove_unnamed, reference_folder
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.coordinator.checkpoints import (
+    Checkpoints,
+    Progress,
+    _remove_unnamed,
+    load_progress,
+    save_progress,
+)
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import load_groups, save_groups
 from megatron_dapo.storage.run_dir import RunDir
-from rollout.fleet.server_statistics import ServerStatistics
+from rollout.fleet.member import ServerStatistics
 from tests.coordinator.test_batch import GROUP, make_groups
 from tests.coordinator.test_stages import Calls
 
@@ -157,7 +162,7 @@ def test_the_reference_is_reset_stored_and_named_by_the_checkpoint(train):
     assert found.trainer.resets == [True] * 3
     path = found.run_dir.path
     assert load_progress(path / "checkpoints" / "step_7").reference_step == 6
-    assert (reference_folder(path, 6) / "model.safetensors").read_text() == "after 6"
+    assert (path / "references" / "step_6" / "model.safetensors").read_text() == "after 6"
     there = sorted(each.name for each in (path / "references").iterdir())
     assert there == ["step_4", "step_6"], "when step 6 began, the oldest checkpoint was that of step 4"
     (path / "references" / "step_5").mkdir()  # of steps that a resume made void, with another reset_every

@@ -12,9 +12,9 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.experience.generator import GroupGenerator, Responder
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig

@@ -12,9 +12,8 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, read_ledger
+from megatron_dapo.experience.groups import SamplerState
+from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, effective_events, read_ledger
 from tests.coordinator.test_sampler import GROUP, group, ran
 from tests.ledger_check import check_ledger
 

@@ -30,8 +30,7 @@ from megatron_dapo.coordinator.checkpoints import (
     save_progress,
 )
 from megatron_dapo.coordinator.run_context import first_progress
-from megatron_dapo.coordinator.sampler_state import SamplerState
-from megatron_dapo.experience.groups import unjudged
+from megatron_dapo.experience.groups import SamplerState, unjudged
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError
 from rollout.generation import FinishReason

@@ -12,10 +12,9 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig, OverlongConfig
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.experience.generator import GroupGenerator, Responder
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
+from megatron_dapo.experience.groups import SamplerState
+from megatron_dapo.storage.ledger import Event, Ledger, effective_events, read_ledger
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams

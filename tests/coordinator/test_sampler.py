@@ -9,9 +9,8 @@ import pytest
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler, OversamplingLimit
-from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
-from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
+from megatron_dapo.experience.groups import SamplerState, ScoredGroup, ScoredResponse
 from megatron_dapo.storage.ledger import Ledger, read_ledger
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation

@@ -12,7 +12,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.batch import LogProbStream, step_arrays, update_actor
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.ledger import Ledger
 from rollout.config import RolloutConfig, StageConfig

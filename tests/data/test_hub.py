@@ -11,7 +11,7 @@ import pytest
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.data.hub import local_path, pinned, snapshot_of, with_local_paths
-from megatron_dapo.data.prompt_files import DataError, check_file, raw_rows
+from megatron_dapo.data.records import DataError, check_file, raw_rows
 from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
 
 COMMIT = "a" * 40

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dapo.data.prompt_files import DataError, check_file, raw_rows
+from megatron_dapo.data.records import DataError, check_file, raw_rows
 
 ROWS = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": 'a, "b"\nc', "answer": "3"}]
 

@@ -9,9 +9,8 @@ import pytest
 
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig, SourceConfig
-from megatron_dapo.data.prompt_files import DataError
 from megatron_dapo.data.prompts import VerifierChoice, read_prompts
-from megatron_dapo.data.records import heldout_files, training_files
+from megatron_dapo.data.records import DataError, heldout_files, training_files
 from reward.config import RewardConfig
 
 

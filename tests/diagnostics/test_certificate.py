@@ -19,8 +19,16 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics import certificate as run
-from megatron_dapo.diagnostics.certificate import Difference, random_mini_batches, random_responses, relative_error
-from megatron_dapo.diagnostics.certificate_layouts import choose_layouts, fitting_layouts, kinds, label
+from megatron_dapo.diagnostics.certificate import (
+    Difference,
+    choose_layouts,
+    fitting_layouts,
+    kinds,
+    label,
+    random_mini_batches,
+    random_responses,
+    relative_error,
+)
 from megatron_dapo.diagnostics.local_jobs import packing
 from tests.actor.gloo import shared_pool
 from tests.actor.tiny import MIXTURE, save_tiny

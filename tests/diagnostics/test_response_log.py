@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.diagnostics.response_log import RESPONSES, EvaluationError, response_log
+from megatron_dapo.diagnostics.evaluation_session import RESPONSES, EvaluationError, response_log
 from megatron_dapo.experience.evaluation import Answer
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}

@@ -5,8 +5,13 @@ import shutil
 
 import pytest
 
-from megatron_dapo.diagnostics.response_log import EvaluationError
-from megatron_dapo.diagnostics.weight_snapshot import fingerprint, newest_weights, snapshot, versions
+from megatron_dapo.diagnostics.evaluation_session import (
+    EvaluationError,
+    fingerprint,
+    newest_weights,
+    snapshot,
+    versions,
+)
 
 
 def model(folder, weights=b"1" * 100):

@@ -18,7 +18,7 @@ from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import Run
-from reward.named import load_named
+from reward.registry import load_named
 from tests.actor.gloo import RankPlace, run_ranks
 from tests.actor.mini_batches import (
     TEMPERATURE,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.doctor.examine import examine
+from megatron_dapo.doctor.config_checks import examine
 from megatron_dapo.doctor.probing import Facts, Finding, Status
 
 GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06"

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import config_checks, machine_checks
-from megatron_dapo.doctor.config_checks import bytes_on_disk, needed_host_memory
-from megatron_dapo.doctor.examine import ON_GPUS, examine, findings_of
+from megatron_dapo.doctor.config_checks import ON_GPUS, bytes_on_disk, examine, findings_of, needed_host_memory
 from megatron_dapo.doctor.probing import Facts, Status
 from megatron_dapo.plan.scenario import BUILT_IN, changed
 from tests.plan.conftest import RECIPES

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.doctor import config_checks, gpu_checks, probing
+from megatron_dapo.doctor import config_checks, machine_checks, probing
 from megatron_dapo.doctor.probing import Facts, Status, gpus_of
 from megatron_dapo.plan.scenario import changed
 from tests.doctor.conftest import GPU, MODULES, NO_DRIVER, TORCH
@@ -247,11 +247,11 @@ def test_an_import_that_hangs_is_ended_at_the_deadline(machine, monkeypatch):
         f"pathlib.Path({str(told)!r}).write_text(str(child.pid))\n"
         "child.wait()\n",
     )
-    monkeypatch.setattr(gpu_checks, "_SERVER", ("flashinfer",))
-    monkeypatch.setattr(gpu_checks, "_TRAINER", ())
+    monkeypatch.setattr(machine_checks, "_SERVER", ("flashinfer",))
+    monkeypatch.setattr(machine_checks, "_TRAINER", ())
     for deadline_s in (2, 10, 40):  # on a busy machine the import may not have begun by then
-        monkeypatch.setattr(gpu_checks, "IMPORT_DEADLINE_S", deadline_s)
-        [finding] = gpu_checks.check_imports(machine.facts())
+        monkeypatch.setattr(machine_checks, "IMPORT_DEADLINE_S", deadline_s)
+        [finding] = machine_checks.check_imports(machine.facts())
         if told.exists() and told.read_text():
             break
     assert finding.status is FAIL
@@ -323,7 +323,7 @@ def test_a_real_compiler_finds_a_header_or_not(monkeypatch, tmp_path):
 
     def found() -> str:
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path), "purelib": str(tmp_path)})
-        first = next(gpu_checks.check_compilers(Facts()))
+        first = next(machine_checks.check_compilers(Facts()))
         return first.found if "Python.h" in first.found else ""
 
     assert "Python.h: No such file" in found()

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import read_ledger
+from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.end_to_end.test_quickstart import start
 from tests.ledger_check import check_ledger
 

@@ -10,9 +10,8 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.experience.episodes import UNENDED, drawn_turns
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.report.outcomes import effective_events
 from megatron_dapo.storage.group_files import load_groups
-from megatron_dapo.storage.ledger import read_ledger
+from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.end_to_end.test_quickstart import start
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, read_ledger
+from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
 from tests.killer import MARKS

@@ -18,8 +18,7 @@ from safetensors import safe_open
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.plan.scenario import load_calibration
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import read_ledger
+from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 from tools.profile_throughput import main as profile

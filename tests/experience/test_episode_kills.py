@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.coordinator.sampler_state import SamplerState
+from megatron_dapo.experience.groups import SamplerState
 from rollout.generation import FinishReason, RoutingShape
 from tests.experience.chat_models import ENVIRONMENTS, Talker, prompt_of
 from tests.experience.test_episodes import GUESSES, check_sequence, generator_of, group_of, pool_of, speak

@@ -13,15 +13,14 @@ from megatron_dapo.config import load_config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.batch import step_arrays
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.coordinator.sampler_state import SamplerState
 from megatron_dapo.coordinator.step_metrics import _episode_metrics, _response_metrics, histograms, write_samples
 from megatron_dapo.data.order import Span
 from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.diagnostics.response_log import response_log
-from megatron_dapo.experience.episodes import UNENDED, drawn_turns
+from megatron_dapo.diagnostics.evaluation_session import response_log
+from megatron_dapo.experience.episodes import UNENDED, drawn_turns, turn_rules
 from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
-from megatron_dapo.experience.observations import turn_rules
+from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.coordinator.sampler_state import PassRate, SamplerState
 from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.experience.generator import BatchCounter, GroupGenerator, Responder, Unjudged
-from megatron_dapo.experience.groups import ScoredResponse
+from megatron_dapo.experience.groups import SamplerState, ScoredResponse
 from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.data.tokenizer import load_text_tools
-from megatron_dapo.experience.episodes import Play
-from megatron_dapo.experience.observations import appended, turn_rules
+from megatron_dapo.experience.episodes import Play, appended, turn_rules
 from reward.environment import Observation
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 from tests.experience.chat_models import KEEPING, NO_TOOLS, OPENING, STRIPPING, prompt_of, save_model

@@ -13,10 +13,10 @@ from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.coordinator.batch import step_arrays
 from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.tokenizer import load_text_tools
-from megatron_dapo.diagnostics.response_log import EvaluationError, response_log
+from megatron_dapo.diagnostics.evaluation_session import EvaluationError, response_log
+from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import Responder
-from megatron_dapo.experience.thinking import thinking_limit
 from megatron_dapo.storage.group_files import load_groups, save_groups
 from rollout.config import RolloutConfig
 from rollout.generation import FinishReason, Generation

@@ -11,8 +11,7 @@ import pytest
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
-from megatron_dapo.monitor.weights_and_biases import ID_FILE, WandbMirror, check_wandb
-from megatron_dapo.monitor.writer import MetricsWriter
+from megatron_dapo.monitor.writer import ID_FILE, MetricsWriter, WandbMirror, check_wandb
 from tests.processes import ROOT, Running
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None

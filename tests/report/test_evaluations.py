@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from megatron_dapo.report.overlay import Group
 from megatron_dapo.report.page import report_page
-from megatron_dapo.report.sections import draw_evaluations
+from megatron_dapo.report.sections import Group, draw_evaluations
 from megatron_dapo.report.source import BESIDE, INSIDE, Run, read_evaluations
 from tests.report.folders import write_run
 

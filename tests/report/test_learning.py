@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from megatron_dapo.report.learning import fit_scaling, groups_by_prompt, hardest, prompt_kinds
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.source import Run
+from megatron_dapo.report.tables import fit_scaling, groups_by_prompt, hardest, prompt_kinds
 from tests.monitor.runs import metrics
 from tests.report.folders import write_lines, write_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import reward.answer
-from reward.answer.rule_tables import Rewriting
+from reward.answer.text import Rewriting
 
 ANSWER = Path(reward.answer.__file__).parent
 TABLE = tomllib.loads((ANSWER / "patterns.toml").read_text("utf-8"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reward.answer.extract import code_blocks, is_retracted, last_statement
-from reward.answer.option import labelled, option
+from reward.verifiers.choice import labelled, option
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from typing import Protocol
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.coordinator.sampler_state import SamplerState
-from megatron_dapo.experience.groups import ScoredGroup
+from megatron_dapo.experience.groups import SamplerState, ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
 from tests.simulation.modelled_fleet import ModelledFleet, useful
 

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from megatron_dapo.cli.status import _has_job
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import read_ledger
+from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT
 from tests.slurm.cluster import left_of, slurm_cluster, why_not

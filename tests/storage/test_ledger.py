@@ -1,7 +1,6 @@
 import pytest
 
-from megatron_dapo.report.outcomes import effective_events
-from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, read_ledger
+from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, effective_events, read_ledger
 from tests.ledger_check import check_ledger
 
 

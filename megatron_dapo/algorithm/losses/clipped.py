@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, importance_ratio, indicator
+from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, clip_stats, importance_ratio, indicator
 
 
 def clipped_surrogate(
@@ -56,12 +56,8 @@ class Clipped:
         ratio, advantages = importance_ratio(log_probs, columns.old_log_probs), columns.advantages
         loss = clipped_surrogate(ratio, advantages, low=self.low, high=self.high, dual=self.dual)
         ratio = ratio.detach()
-        high = indicator((ratio > 1 + self.high) & (advantages > 0), ratio)
-        stats = {
-            "clipped_low": indicator((ratio < 1 - self.low) & (advantages < 0), ratio),
-            "clipped_high": high,
-            "clipped_high_prob": high * log_probs.detach().clamp(max=0.0).exp(),
-        }
+        stats = clip_stats(ratio, advantages, 1 - self.low, 1 + self.high)
+        stats["clipped_high_prob"] = stats["clipped_high"] * log_probs.detach().clamp(max=0.0).exp()
         if self.dual is not None:
             stats["clipped_dual"] = indicator((ratio > self.dual) & (advantages < 0), ratio)
         return TokenLoss(loss=loss, stats=stats)

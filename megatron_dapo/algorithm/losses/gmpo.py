@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_dapo.algorithm.kl import EXPONENT_BOUND
-from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, indicator, response_mean
+from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, clip_stats, response_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +38,4 @@ class GMPO:
         below = math.log1p(-self.low) if self.low < 1 else -math.inf
         clipped = torch.where(advantages > 0, difference.clamp(max=above), difference.clamp(min=below))
         mean = response_mean(clipped, columns).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
-        difference = difference.detach()
-        stats = {
-            "clipped_low": indicator((difference < below) & (advantages < 0), difference),
-            "clipped_high": indicator((difference > above) & (advantages > 0), difference),
-        }
-        return TokenLoss(loss=-mean * advantages, stats=stats)
+        return TokenLoss(loss=-mean * advantages, stats=clip_stats(difference.detach(), advantages, below, above))

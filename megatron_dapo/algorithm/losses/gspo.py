@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithm.kl import EXPONENT_BOUND
 from megatron_dapo.algorithm.losses.clipped import clipped_surrogate
-from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, indicator, response_mean
+from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, clip_stats, response_mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +35,5 @@ class GSPO:
         mean = response_mean(log_probs - columns.old_log_probs, columns)
         ratio, advantages = mean.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), columns.advantages
         loss = clipped_surrogate(ratio, advantages, low=self.low, high=self.high)
-        ratio = ratio.detach()
-        stats = {
-            "clipped_low": indicator((ratio < 1 - self.low) & (advantages < 0), ratio),
-            "clipped_high": indicator((ratio > 1 + self.high) & (advantages > 0), ratio),
-        }
+        stats = clip_stats(ratio.detach(), advantages, 1 - self.low, 1 + self.high)
         return TokenLoss(loss=loss, stats=stats)
