@@ -19,8 +19,9 @@ ABSENT = "(no such key)"
 PAPER = "paper"
 
 NOT_COMPARED = (
-    "the model, prompts, template, sources' verifiers and seed; number formats; how many prompts are sent at a time "
-    "(algorithm.dynamic_sampling.initial_pass_rate, surplus, ahead, max_oversampling); and where it all runs"
+    "the model, prompts and their order, template, sources' verifiers and seed; number formats; how many prompts are "
+    "sent at a time (algorithm.dynamic_sampling.initial_pass_rate, surplus, ahead, max_oversampling); and where it all "
+    "runs"
 )
 """What a comparison with a preset leaves out unless the preset sets it."""
 

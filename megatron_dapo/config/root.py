@@ -120,6 +120,8 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     sampling = algorithm.dynamic_sampling
     if sampling.retire_for is not None and sampling.retire_at is None:
         yield f"algorithm.dynamic_sampling.retire_for = {sampling.retire_for}: no prompt is retired; set retire_at too"
+    if len({pool.at_least for pool in sampling.pools}) < len(sampling.pools):
+        yield "algorithm.dynamic_sampling.pools: two begin at the same at_least; join them"
     importance = algorithm.importance
     if importance.mode == "masked" and importance.lower >= importance.upper:
         yield f"algorithm.importance.lower = {importance.lower:g}: must be below upper = {importance.upper:g}"

@@ -45,7 +45,8 @@ class PromptHistory:
         return over
 
     def most_passed(self, prompts: int) -> float:
-        """Positions that are passed over at most while so many prompts are sent; after more, hardly any is left."""
+        """Positions that are passed over at most while so many prompts are sent, unless another file has others; after
+        more, hardly any is left."""
         shares = [pool.share for pool in self._config.pools if pool.share > 0]
         return 10 * len(self._turns) + ((40 + 2 * prompts) / min(shares) if shares else 0)  # by chance: once in e^40
 

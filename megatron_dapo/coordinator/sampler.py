@@ -263,10 +263,14 @@ class DynamicSampler:
         missing = batch.wanted - filled + batch.ahead
         more = self._needed(missing, len(self._flight), batch.ahead, sampling.surplus)
         goal = min(len(self._flight) + more, batch.most - batch.decided)
-        most = len(self._history.passed) + self._history.most_passed(goal - len(self._flight))
+        before, passed = len(self._flight), len(self._history.passed)
         while len(self._flight) < goal:
             self._send_next(batch.rollout_step, batch.weight_version)
-            if len(self._history.passed) > most:
+            if len(self._history.passed) - passed > self._history.most_passed(goal - before):
+                sent = [self._prompt_at(each.position) for each in list(self._flight)[before:]]
+                if len(sent) < 5 * len(set(sent)):  # another file has enough
+                    before, passed = len(self._flight), len(self._history.passed)
+                    continue
                 raise OversamplingLimit(
                     "hardly any prompt is left: the others are retired (algorithm.dynamic_sampling.retire_at) or in a "
                     "pool whose share is 0; end the run, raise retire_at, or set retire_for"

@@ -12,6 +12,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 _BLOCK = 1 << 14
 
+_KEPT = 1024
+"""Epochs of files in memory: an odd one needs three a file, and a mixture may have hundreds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -77,7 +80,7 @@ class PromptOrder:
         return np.searchsorted(self._bounds, even, side="right")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT)
 def _spaced(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     """The order of a file's prompts in an epoch. Even epochs are as drawn; an odd one begins with none of the last
     quarter before it and ends with none of the first quarter after it."""
@@ -93,7 +96,7 @@ def _spaced(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     return np.concatenate([first, rest[~np.isin(rest, last)], last])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT)
 def _drawn(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
     words = [seed, epoch, file] if file else [seed, epoch]
     return np.random.Generator(np.random.PCG64(words)).permutation(count)

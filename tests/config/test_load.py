@@ -336,6 +336,10 @@ AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
         ),
         (["algorithm.policy_loss=sapo", "algorithm.clip.low=0.1"], "clip.low = 0.1: policy_loss sapo does not read it"),
         (["algorithm.policy_loss=GRPO"], "its loss is `clipped`; `preset: grpo` and `preset: paper`"),
+        (
+            ["algorithm.dynamic_sampling.pools=[{at_least: 0.5, share: 0.1}, {at_least: 0.5, share: 0.2}]"],
+            "pools: two begin at the same at_least",
+        ),
         (["rollout.stages=[{from_step: 3}]"], "rollout.stages.0: changes nothing"),
         (
             ["rollout.stages=[{from_step: 3, temperature: 1.1}, {from_step: 3, temperature: 1.2}]"],

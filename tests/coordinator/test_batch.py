@@ -177,10 +177,13 @@ def test_mini_batches_of_a_small_step_are_equal_in_size(config):
     assert [len(batch.responses) // GROUP for batch in batches_of(chosen, make_groups(5))] == [3, 2], "not 4 and 1"
 
 
-def test_the_classic_kl_has_an_average_of_its_own(config):
-    chosen = config("algorithm.kl.coefficient=0.1", "algorithm.kl.aggregation=response_sum")
+@pytest.mark.parametrize("aggregation", ["response_mean", "response_sum"])
+def test_the_classic_kl_has_an_average_of_its_own(config, aggregation):
+    chosen = config("algorithm.kl.coefficient=0.1", f"algorithm.kl.aggregation={aggregation}")
     for batch in batches_of(chosen, make_groups(), reference=True):
-        np.testing.assert_allclose(batch.weights * batch.kl_scale, 1 / 8, rtol=1e-5)
+        lengths = np.array(batch.responses.response_lengths)
+        a_token = 1 / np.repeat(lengths, lengths) if aggregation == "response_mean" else 1.0
+        np.testing.assert_allclose(batch.weights * batch.kl_scale, a_token / 8, rtol=1e-5)
     assert all(batch.kl_scale is None for batch in batches_of(config("algorithm.kl.coefficient=0.1"), make_groups()))
 
 

@@ -10,6 +10,7 @@ import pytest
 from megatron_dapo.config.algorithm_config import PoolConfig
 from megatron_dapo.coordinator.sampler import OversamplingLimit
 from megatron_dapo.coordinator.step_metrics import _sampling_metrics
+from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.storage.ledger import read_ledger
 from tests.coordinator.test_sampler import GROUP, group, maker, steps
 from tests.ledger_check import check_ledger
@@ -82,6 +83,36 @@ def test_when_every_prompt_is_retired_the_run_ends_and_says_why(make):
 
     sampler, _ = make(solved, prompt_at=lambda position: position % 4, retire_at=0.9, filter="off")
     with pytest.raises(OversamplingLimit, match=r"hardly any prompt is left: .* retired"):
+        steps(sampler, 2)
+
+
+@pytest.mark.parametrize("sampling", ["refill", "drop"])
+def test_a_small_file_that_is_solved_does_not_end_a_run_whose_other_file_has_prompts(make, sampling):
+    """Half of the turns are those of 2 prompts: in a batch each is passed over many times."""
+    spans = [Span(name="small", start=0, count=2, weight=1.0), Span(name="large", start=2, count=3000, weight=1.0)]
+    order = PromptOrder(spans, 0)
+
+    async def servers(position, version):
+        prompt = order.index_at(position)
+        return replace(group(position, GROUP if prompt < 2 else 2, 3, version), prompt_index=prompt)
+
+    sampler, _ = make(servers, prompts=64, prompt_at=order.index_at, retire_at=0.9, filter=sampling, max_staleness=0)
+    batches = steps(sampler, 5)
+    for batch in batches[1:]:
+        assert (len(batch.kept), len(batch.filtered)) == (64, 0)
+    assert min(len(batch.passed_over) for batch in batches[1:]) > 10 * 2
+    kept = [each.position for batch in batches for each in batch.kept]
+    assert kept == [at for at in range(3000) if order.index_at(at) >= 2][: len(kept)], "in order, none left out"
+
+
+def test_when_a_batch_would_hold_little_but_one_prompt_the_run_ends(make):
+    """19 of 20 are retired: the last one would be sent 64 times."""
+
+    async def servers(position, version):
+        return replace(group(position, 2 if position % 20 == 7 else GROUP, 3, version), prompt_index=position % 20)
+
+    sampler, _ = make(servers, prompts=64, prompt_at=lambda position: position % 20, retire_at=0.9, filter="drop")
+    with pytest.raises(OversamplingLimit, match="hardly any prompt is left"):
         steps(sampler, 2)
 
 

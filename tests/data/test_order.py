@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.data.order import PromptOrder, Span
+from megatron_dapo.data.order import PromptOrder, Span, _drawn
 from megatron_dapo.data.prompts import Prompt, PromptSet
 
 
@@ -39,6 +39,14 @@ def test_one_file_has_the_order_of_prompt_at():
     assert [shuffled.index_at(p) for p in range(250)] == [prompt_at(p, 50, 3) for p in range(250)]
     even = [p for p in range(250) if p // 50 % 2 == 0]
     assert [order.index_at(p) for p in even] == [prompt_at(p, 50, 3) for p in even]
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_the_key_selects_the_order(spaced):
+    name = "spaced" if spaced else "shuffled"
+    chosen = PromptSet(prompts=(), spans=tuple(spans((50, 1.0))), counts=Counter(), content_hash="", ordered=name)
+    order, wanted = chosen.order(3), PromptOrder(spans((50, 1.0)), 3, spaced=spaced)
+    assert [order.index_at(p) for p in range(100)] == [wanted.index_at(p) for p in range(100)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 50, 301])
@@ -92,6 +100,16 @@ def test_a_position_has_its_prompt_whichever_was_asked_before():
     backward = {p: far.index_at(p) for p in reversed(at)}
     assert [forward.index_at(p) for p in at] == [backward[p] for p in at]
     assert [PromptOrder(files, 6).index_at(p) for p in range(50)] != [forward.index_at(p) for p in range(50)]
+
+
+def test_many_files_are_drawn_once_an_epoch():
+    """Computed anew at each position, the order of a hundred files would take longer than a batch."""
+    files = spans(*[(20, 1.0)] * 100)
+    order = PromptOrder(files, 12345)
+    before = _drawn.cache_info().misses
+    for position in range(2 * 2000 + 50):
+        order.index_at(position)
+    assert _drawn.cache_info().misses - before == 3 * 100, "epochs 0 and 1, and 2 for the end of 1"
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-9, 1e9, 1.7e307])

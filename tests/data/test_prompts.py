@@ -46,6 +46,7 @@ def test_json_lines_are_read_in_order_and_duplicates_counted(tmp_path):
     assert [(p.text, p.answer) for p in got.prompts] == [("a", "1"), ("b", "2")]
     assert (got.counts["rows"], got.counts["duplicates"]) == (3, 1)
     assert got.prompts[1].place.endswith("p.jsonl:2")
+    assert (got.ordered, read(file, order="shuffled").ordered) == ("spaced", "shuffled")
 
 
 def test_the_dapo_schema_in_parquet(tmp_path):
