@@ -199,7 +199,7 @@ async def _baseline(context: RunContext) -> dict[str, dict[str, Any]] | None:
     start = context.config.evaluation.forbidden_start
     if start is None or not context.inputs.heldout.prompts:
         return None
-    context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
+    context.console.note(f"the same without guessing: no answer may begin with {start!r} (evaluation.forbidden_start)")
     return await _heldout(context, "baseline", context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0])
 
 
