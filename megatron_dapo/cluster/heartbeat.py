@@ -39,7 +39,7 @@ class Heartbeat:
     waits: list[str] = field(default_factory=list)
     """Open waits when it was written, oldest first."""
     progress: dict[str, Count] = field(default_factory=dict)
-    """How far the run is, and those waits of which that is known: {"rollout step": {"done": 3, "total": 12, "unit":
+    """How far the run is, and those waits of which that is known: {"run": {"done": 3, "total": 12, "unit":
     "rollout steps", "figures": {"time_left_s": 41.2}}, "trainer update": {"done": 5, "total": 16, ...}}."""
     error: str | None = None
     """The last error, also of an earlier start of the same run."""

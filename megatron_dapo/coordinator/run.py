@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_context import RunBase, RunContext, start_run
-from megatron_dapo.monitor.console import STEPS, Console, Count
+from megatron_dapo.monitor.console import WHOLE, Console, Count
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import AXES, read_metrics
 from megatron_dapo.storage.durable import sync_tree
@@ -99,7 +99,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
         context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
         seconds = {"start": time.monotonic() - clock}
-        console.run = {STEPS: Count(context.progress.rollout_step, config.run.rollout_steps, "rollout steps")}
+        console.run = {WHOLE: Count(context.progress.rollout_step, config.run.rollout_steps, "rollout steps")}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)
         summary = await _measure_and_train(context, seconds, began, beat.earlier_s)

@@ -23,7 +23,7 @@ from rich.text import Text
 from megatron_dapo.monitor.statistics import STAGES, by_way, difference, percent
 
 Figures = Mapping[str, Any]
-STEPS, BAR = "rollout step", 20
+WHOLE, BAR = "run", 20
 """Name of the bar of the whole run; width of a bar, in characters."""
 RECENT = 5
 """Rollout steps whose mean duration predicts the time left."""
@@ -89,12 +89,13 @@ class Console:
                     self.note(f"  {name}: {count.text()}")
             return
         with self._unless_gone():
-            for name in self._rows.keys() - works.keys():
+            rows = set(self._rows)
+            for name in rows - works.keys():
                 if self._bar is not None:
                     self._bar.remove_task(self._rows.pop(name))
             for name, count in works.items():
                 self._draw_bar(name, count)
-            if self._bar is not None:
+            if self._bar is not None and rows != works.keys():  # else twice a second
                 self._bar.refresh()
 
     def error(self, text: str) -> None:
@@ -106,7 +107,7 @@ class Console:
         """One finished rollout step of `total`, by its metrics."""
         self._seconds.append(metrics["timing/step"])
         left = (total - metrics["rollout_step"]) * sum(self._seconds) / len(self._seconds)
-        self.run = {STEPS: Count(metrics["rollout_step"], total, "rollout steps", {"time_left_s": left})}
+        self.run = {WHOLE: Count(metrics["rollout_step"], total, "rollout steps", {"time_left_s": left})}
         self.note(step_line(metrics, total=total, seconds_left=left))
 
     def summary(self, summary: Figures) -> None:
@@ -137,7 +138,7 @@ class Console:
     def _draw_bar(self, name: str, count: Count) -> None:
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, console=self._screen, transient=True, auto_refresh=False)
+            self._bar = Progress(*columns, console=self._screen, transient=True, refresh_per_second=2)
             self._bar.start()
         if name not in self._rows:
             self._rows[name] = self._bar.add_task(name, text="")

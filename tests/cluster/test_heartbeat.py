@@ -150,7 +150,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_S", 0.01)
     seen, shown = [], []
     count = Count(12, 32, "groups kept", {"tokens/s": 1240.5})
-    whole = {"rollout step": Count(3, 7, "rollout steps", {"time_left_s": 41.0})}
+    whole = {"run": Count(3, 7, "rollout steps", {"time_left_s": 41.0})}
 
     def show(progress):
         shown.append(dict(progress))
@@ -166,7 +166,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     asyncio.run(run())
     as_json = {"done": 12, "total": 32, "unit": "groups kept", "figures": {"tokens/s": 1240.5}}
-    assert seen[0].pop("rollout step")["figures"] == {"time_left_s": 41.0}
+    assert seen[0].pop("run")["figures"] == {"time_left_s": 41.0}
     assert seen == [{"batch of groups": as_json}, whole | {"batch of groups": count}]
     assert shown.count(whole | {"batch of groups": count}) > 1
     beat = read_heartbeat(run_dir.path)

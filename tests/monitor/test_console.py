@@ -174,7 +174,7 @@ def test_a_terminal_has_a_bar_for_each_work_as_long_as_it_goes_on(monkeypatch):
     for row in (
         r"server start +━{20} 0 of 1 servers",
         r"trainer build ━{10}╺━{9} 1 of 2 ranks",
-        r"rollout step +━╸━{18} 3 of 40 rollout steps, time left 7 min",
+        r"run +━╸━{18} 3 of 40 rollout steps, time left 7 min",
         r"batch of groups ━{7}╸━{12} 12 of 32 groups kept, 1240 tokens/s, lon",  # 80 columns hold no more
         r"trainer update ━{3}╸━{16} 3 of 16 mini-batches",
     ):
