@@ -107,7 +107,8 @@ class Console:
         """One finished rollout step of `total`, by its metrics."""
         self._seconds.append(metrics["timing/step"])
         left = (total - metrics["rollout_step"]) * sum(self._seconds) / len(self._seconds)
-        self.run = {WHOLE: Count(metrics["rollout_step"], total, "rollout steps", {"time_left_s": left})}
+        figures = {"time_left_s": left} if left else {}
+        self.run = {WHOLE: Count(metrics["rollout_step"], total, "rollout steps", figures)}
         self.note(step_line(metrics, total=total, seconds_left=left))
 
     def summary(self, summary: Figures) -> None:

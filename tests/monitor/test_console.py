@@ -52,6 +52,11 @@ def test_time_left_follows_the_recent_steps():
 
 def test_the_last_step_has_no_time_left():
     assert "left" not in step_line(METRICS, total=3, seconds_left=0)
+    console = Console(io.StringIO(), terminal=False)
+    console.step(METRICS, total=3)
+    assert console.run["run"].text() == "3 of 3 rollout steps"
+    console.step(METRICS, total=4)
+    assert console.run["run"].text() == "3 of 4 rollout steps, time left 12 s"
 
 
 def test_a_terminal_has_a_bar_and_it_is_taken_down():
