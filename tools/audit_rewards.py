@@ -73,8 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, allowed = _settings(options.run)
         file = options.run / "samples.jsonl" if options.run.is_dir() else options.run
         audited = asyncio.run(audit(read_lines(file), config, allowed))
-    except (AuditError, ConfigError, OSError) as error:
+    except (AuditError, ConfigError) as error:
         print(error, file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; give a run directory, or a JSON lines file", file=sys.stderr)
         return EXIT_USAGE
     print(page(audited, everything=options.all, limit=options.limit))
     return EXIT_DISAGREE if any(row.reason for row in audited) else EXIT_AGREE

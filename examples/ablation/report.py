@@ -40,11 +40,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The base of the seeds: as it is, and made to work its answers out."""
+    """The base of the seeds: as it is, and not allowed to guess."""
 
     way: str
     before: str
-    made_to_work: str
+    no_guessing: str
 
 
 def write_report(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
@@ -151,7 +151,7 @@ def base_rows(outcomes: Sequence[Outcome]) -> list[Base]:
         return f"{100 * sum(known) / len(known):.1f}" if known else "–"
 
     return [
-        Base(way=way, before=mean("before", way), made_to_work=mean("baseline", way)) for way in ("sampled", "greedy")
+        Base(way=way, before=mean("before", way), no_guessing=mean("baseline", way)) for way in ("sampled", "greedy")
     ]
 
 

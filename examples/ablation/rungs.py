@@ -11,7 +11,7 @@ CONFIG = Path(__file__).with_name("ladder.yaml")
 PRESETS_CONFIG = CONFIG.with_name("presets.yaml")
 """The same task, without a key of the algorithm: a preset sets them."""
 BASELINE_START = "Answer:"
-"""The base made to work its answers out is measured in the rung `naive` alone: it is the same base in all of a seed."""
+"""The base that may not guess is measured in the rung `naive` alone: it is the same base in all of a seed."""
 
 
 class Switch(StrEnum):

@@ -255,7 +255,7 @@ def main(
     if not measured:
         return
     print(f"now answering {EVALUATED} held-out problems")
-    for name, forbidden in (("as it is", None), ("made to work it out", "Answer:")):
+    for name, forbidden in (("as it is", None), ("no guessing", "Answer:")):
         sampled = measure(folder, most_steps=taught.most_steps, temperature=1.0, forbidden_start=forbidden)
         greedy = measure(folder, most_steps=taught.most_steps, temperature=0.0, forbidden_start=forbidden)
         print(f"{name}: sampled {sampled.right:.1%} right, {sampled.bare:.0%} bare answers; greedy {greedy.right:.1%}")

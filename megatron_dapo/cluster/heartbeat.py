@@ -39,7 +39,8 @@ class Heartbeat:
     waits: list[str] = field(default_factory=list)
     """Open waits when it was written, oldest first."""
     progress: dict[str, Count] = field(default_factory=dict)
-    """How far those waits are of which that is known: {"held-out answers": {"done": 120, "total": 1000, ...}}."""
+    """How far the run is, and those waits of which that is known: {"run": {"done": 3, "total": 12, "unit":
+    "rollout steps", "figures": {"time_left_s": 41.2}}, "trainer update": {"done": 5, "total": 16, ...}}."""
     error: str | None = None
     """The last error, also of an earlier start of the same run."""
     error_at: float | None = None
@@ -103,14 +104,14 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: 
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-        _write(run_dir, beat, [], {})
+        _write(run_dir, beat, [], console.run)
 
 
 async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat, console: Console) -> None:
     while True:
-        counts: dict[str, Count] = {}
+        counts = dict(console.run)
         with suppress(Exception):  # the sign of life matters more than how far a work is
-            counts = waits.counts()
+            counts |= waits.counts()
         _write(run_dir, beat, waits.lines(), counts)
         with suppress(OSError, ValueError):  # what the run itself prints says that its output cannot be written
             console.working(beat.progress)

@@ -158,12 +158,13 @@ class Waits:
         )
 
     def lines(self) -> list[str]:
-        """Open waits, oldest first."""
-        return [wait.line() for wait in self._open]
+        """Open waits, oldest first; several of one name as their oldest, with how many they are."""
+        first, names = {wait.what: wait for wait in reversed(self._open)}, Counter(wait.what for wait in self._open)
+        return [f"{n} x " * (n > 1) + first[name].line() for name, n in names.items()]
 
     def counts(self) -> dict[str, Count]:
         """How far each open wait is of which that is known, by name."""
-        return {wait.what: wait.count() for wait in self._open if wait.count}
+        return {wait.what: wait.count() for wait in reversed(self._open) if wait.count}
 
 
 def _stacks() -> list[str]:

@@ -129,4 +129,4 @@ class EvaluationConfig(ColumnsConfig):
     """Measure greedy accuracy too."""
 
     forbidden_start: Text | None = None
-    """Also measure the base model with responses that may not begin with this text's first token ("made to work")."""
+    """Also measure the base model with responses that may not begin with this text's first token ("no guessing")."""

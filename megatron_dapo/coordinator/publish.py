@@ -35,7 +35,7 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     else:
         report = await in_time(fleet.publish_stream(TrainerWeights(context, folder), version))
     for url, reason in report.by_disk.items():
-        context.console.note(f"weight version {version}: {url} read it from disk ({reason})")
+        context.console.note(f"weight version {version}: sending to {url} failed; it reads from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
     for older in folder.parent.glob("v*"):
         if older != folder:

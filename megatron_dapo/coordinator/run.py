@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.loop import train
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_context import RunBase, RunContext, start_run
-from megatron_dapo.monitor.console import Console
+from megatron_dapo.monitor.console import WHOLE, Console, Count
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.monitor.writer import AXES, read_metrics
 from megatron_dapo.storage.durable import sync_tree
@@ -99,6 +99,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
         context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
         seconds = {"start": time.monotonic() - clock}
+        console.run = {WHOLE: Count(context.progress.rollout_step, config.run.rollout_steps, "rollout steps")}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)
         summary = await _measure_and_train(context, seconds, began, beat.earlier_s)
@@ -199,7 +200,7 @@ async def _baseline(context: RunContext) -> dict[str, dict[str, Any]] | None:
     start = context.config.evaluation.forbidden_start
     if start is None or not context.inputs.heldout.prompts:
         return None
-    context.console.note(f"the same, made to work: no answer may begin with {start!r} (evaluation.forbidden_start)")
+    context.console.note(f"the same without guessing: no answer may begin with {start!r} (evaluation.forbidden_start)")
     return await _heldout(context, "baseline", context.inputs.text.tokenizer.encode(start, add_special_tokens=False)[0])
 
 

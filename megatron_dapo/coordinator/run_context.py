@@ -83,7 +83,9 @@ class RunContext(RunBase):
         await self.handover.to_servers()
         deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
         wait_for, count = self.waits.wait_for, self.evaluator.count
-        return await wait_for("held-out answers", "rollout servers", deadline, answering, stoppable=True, count=count)
+        return await wait_for(
+            f"held-out answers {name}", "rollout servers", deadline, answering, stoppable=True, count=count
+        )
 
 
 async def start_run(run: RunBase) -> RunContext:
@@ -192,7 +194,7 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
-    plain = [f"{key} {value}" for key, value in described.items() if isinstance(value, str | int)]
+    plain = [f"{key.replace('_', ' ')} {value}" for key, value in described.items() if isinstance(value, str | int)]
     note(f"trainer: {', '.join(plain)}")
     for kernel, choice in described["kernels"].items():
         note(f"  {kernel}: {choice}")

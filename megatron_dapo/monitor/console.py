@@ -23,7 +23,7 @@ from rich.text import Text
 from megatron_dapo.monitor.statistics import STAGES, by_way, difference, percent
 
 Figures = Mapping[str, Any]
-STEPS, BAR = "rollout step", 20
+WHOLE, BAR = "run", 20
 """Name of the bar of the whole run; width of a bar, in characters."""
 RECENT = 5
 """Rollout steps whose mean duration predicts the time left."""
@@ -42,9 +42,12 @@ class Count:
     """What else is known of it, by name."""
 
     def text(self) -> str:
-        """`12 of 32 groups kept, tokens/s 1240, longest running s 38`."""
-        figures = [f"{name.replace('_', ' ')} {value:.0f}" for name, value in self.figures.items()]
-        return ", ".join([f"{self.done} of {self.total} {self.unit}", *figures])
+        """`12 of 32 groups kept, 1240 tokens/s, longest running 38 s`."""
+        parts = [f"{self.done} of {self.total} {self.unit}"]
+        for name, value in self.figures.items():
+            words = name.removesuffix("_s").replace("_", " ")
+            parts.append(f"{words} {duration(value)}" if name.endswith("_s") else f"{value:.0f} {words}")
+        return ", ".join(parts)
 
 
 class _Screen(Terminal):
@@ -66,6 +69,8 @@ class Console:
         self._rows: dict[str, TaskID] = {}
         self._printed = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=RECENT)
+        self.run: dict[str, Count] = {}
+        """How far the whole run is, as `working` takes it; empty until it has started."""
 
     def note(self, text: str, style: str = "") -> None:
         """One line for the reader."""
@@ -84,11 +89,14 @@ class Console:
                     self.note(f"  {name}: {count.text()}")
             return
         with self._unless_gone():
-            for name in self._rows.keys() - works.keys() - {STEPS}:
+            rows = set(self._rows)
+            for name in rows - works.keys():
                 if self._bar is not None:
                     self._bar.remove_task(self._rows.pop(name))
             for name, count in works.items():
-                self._draw_bar(name, count.done, count.total, count.text())
+                self._draw_bar(name, count)
+            if self._bar is not None and rows != works.keys():  # else twice a second
+                self._bar.refresh()
 
     def error(self, text: str) -> None:
         """Why the run ends. Takes the bar down first, so that nothing is drawn over it."""
@@ -99,14 +107,9 @@ class Console:
         """One finished rollout step of `total`, by its metrics."""
         self._seconds.append(metrics["timing/step"])
         left = (total - metrics["rollout_step"]) * sum(self._seconds) / len(self._seconds)
+        figures = {"time_left_s": left} if left else {}
+        self.run = {WHOLE: Count(metrics["rollout_step"], total, "rollout steps", figures)}
         self.note(step_line(metrics, total=total, seconds_left=left))
-        if metrics["rollout_step"] >= total:
-            self.close()
-        elif self._draws:
-            done, accuracy = metrics["rollout_step"], metrics["accuracy/mean"]
-            text = f"{done} of {total}   accuracy {accuracy:.1%}   {duration(left)} left"
-            with self._unless_gone():
-                self._draw_bar(STEPS, done, total, text)
 
     def summary(self, summary: Figures) -> None:
         """Before and after, cost and examples: `summary.json` as tables."""
@@ -133,15 +136,15 @@ class Console:
                 os.dup2(nowhere, self._file.fileno())
                 os.close(nowhere)
 
-    def _draw_bar(self, name: str, done: int, total: int, text: str) -> None:
+    def _draw_bar(self, name: str, count: Count) -> None:
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, console=self._screen, transient=True)
+            self._bar = Progress(*columns, console=self._screen, transient=True, refresh_per_second=2)
             self._bar.start()
         if name not in self._rows:
             self._rows[name] = self._bar.add_task(name, text="")
         room = self._screen.width - BAR - 2 - max(map(len, self._rows))  # else the bar would give way
-        self._bar.update(self._rows[name], completed=done, total=total, text=text[: max(0, room)])
+        self._bar.update(self._rows[name], completed=count.done, total=count.total, text=count.text()[: max(0, room)])
 
     def close(self) -> None:
         """Take the bars down; a later call may draw new ones."""

@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 EVALUATIONS = "evaluations"
 """Folder of a run's held-out results, one folder each: `before`, `step12`, `after`, those of `megatron-dapo eval`."""
 
-MADE_TO_WORK = "made to work"
-STAGES = {"before": "before", "baseline": f"before, {MADE_TO_WORK}", "after": "after"}
+NO_GUESSING = "no guessing"
+STAGES = {"before": "before", "baseline": f"before, {NO_GUESSING}", "after": "after"}
 """Held-out measurements of a run, in their order, with their labels."""
 
 WAYS = ("sampled", "greedy")

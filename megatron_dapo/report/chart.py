@@ -22,7 +22,7 @@ _PANEL = (48 / WIDTH, 42 / HEIGHT, 362 / WIDTH, 158 / HEIGHT)
 """Left, bottom, width and height of what the axes enclose."""
 
 _FAINT, _GRID, _BAND = "#0a0b01", "#0a0b02", "#0a0b03"
-_SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 24))
+_SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 25))
 """Colours that matplotlib is given; each is replaced by the page's variable of the same place."""
 SERIES_COLOURS = len(_SERIES)
 _VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {

@@ -75,7 +75,7 @@ def overlay(
             name = f"{group.name}: {label}" if len(labels) > 1 else group.name
             colour, dash = group.colour, at
             if len(groups) == 1:
-                name, colour, dash = label, (colours or range(len(labels)))[at], 0
+                name, colour, dash = label, colours[at] if colours else at % SERIES_COLOURS, 0
             known = [run[label] for run in runs if run.get(label)]
             steps = sorted(set.intersection(*map(set, known))) if known else []
             if not steps:

@@ -40,7 +40,7 @@ class PublishReport:
     bytes: int
     """Of the weights."""
     by_disk: Mapping[str, str]
-    """{url: why} of servers that read a folder because sending from memory failed."""
+    """{url: why} of servers to which sending failed: they read a folder, at once or once they have been restarted."""
 
 
 class WeightStream(Protocol):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.algorithm.losses.cispo import CISPO
 from megatron_dapo.algorithm.losses.gmpo import GMPO
 from megatron_dapo.algorithm.losses.gspo import GSPO
@@ -91,6 +92,12 @@ def with_engine(data: Columns) -> Columns:
     """Also with log-probs of the engine."""
     engine = data.columns["old_log_probs"] + np.float32(0.1) * np.sign(data.columns["advantages"])
     return Columns(responses=data.responses, columns=data.columns | {"rollout_log_probs": engine})
+
+
+def test_no_loss_is_left_out():
+    """Eq. 8's own stands in test_step.py."""
+    classes = {name: entry.path.rpartition(":")[2] for name, entry in LOSSES.items() if name != "clipped"}
+    assert {name: type(loss).__name__ for name, loss in FAMILY.items()} == classes
 
 
 @pytest.mark.parametrize("name", FAMILY)

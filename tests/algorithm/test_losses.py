@@ -113,15 +113,15 @@ def test_value_and_gradient_are_the_papers(name):
     assert gradcheck(lambda x: (weights() * loss(x, given).loss).sum(), (log_probs.requires_grad_(),), eps=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("loss", "factors"),
-    [
-        (CISPO(low=0.3, high=0.5), [clip(r, 0.7, 1.5) for r in RATIOS]),
-        (CISPO(low=1.0, high=1.0), [min(r, 2.0) for r in RATIOS]),
-        (Reinforce(upper=2.0), [min(r, 2.0) for r in TO_ENGINE]),
-    ],
-    ids=str,
-)
+DETACHED = [
+    (CISPO(low=0.3, high=0.5), [clip(r, 0.7, 1.5) for r in RATIOS]),
+    (CISPO(low=1.0, high=1.0), [min(r, 2.0) for r in RATIOS]),
+    (Reinforce(upper=2.0), [min(r, 2.0) for r in TO_ENGINE]),
+]
+EVERY = [loss for loss, _ in (*VALUES.values(), *DETACHED)]
+
+
+@pytest.mark.parametrize(("loss", "factors"), DETACHED, ids=str)
 def test_a_detached_weight_gives_the_policy_gradient_that_its_paper_states(loss, factors):
     """Of -J, in each log-prob: minus the weight times A, clipped or not."""
     log_probs, given = columns()
@@ -143,8 +143,7 @@ def test_on_policy_all_have_the_policy_gradient():
         sequence_index=given.sequence_index,
         sequence_lengths=given.sequence_lengths,
     )
-    every = [*(loss for loss, _ in VALUES.values()), CISPO(low=0.2, high=0.2), Reinforce(upper=2.0)]
-    for loss in every:
+    for loss in EVERY:
         point = log_probs.clone().requires_grad_()
         (weights() * loss(point, on_policy).loss).sum().backward()
         torch.testing.assert_close(point.grad, -weights() * given.advantages, rtol=1e-12, atol=0, msg=str(loss))
@@ -169,8 +168,7 @@ def test_statistics_say_where_a_gradient_is_cut():
 
 @pytest.mark.parametrize("gap", [-1e4, -30.0, 0.0, 30.0, 1e4])
 def test_float32_stays_finite_and_every_statistic_is_named(gap):
-    every = [*(loss for loss, _ in VALUES.values()), CISPO(low=0.2, high=0.2), Reinforce(upper=2.0)]
-    for loss in every:
+    for loss in EVERY:
         for advantage in (-2.0, 0.0, 2.0):
             log_probs = torch.tensor([gap, -1.0], requires_grad=True)
             objective = PolicyObjective(loss=loss)
@@ -192,7 +190,7 @@ def test_float32_stays_finite_and_every_statistic_is_named(gap):
             assert tuple(result.stats) == objective.stat_names
 
 
-def test_the_table_names_every_file():
+def test_the_table_names_every_file_and_each_loss_has_its_formula_here():
     from importlib import import_module
     from pathlib import Path
 
@@ -200,6 +198,9 @@ def test_the_table_names_every_file():
 
     files = {file.stem for file in Path(folder.__file__).parent.glob("*.py")} - {"__init__"}
     assert files == LOSSES.keys()
+    assert {entry.path for entry in LOSSES.values()} == {
+        f"{type(loss).__module__}:{type(loss).__name__}" for loss in EVERY
+    }
     for entry in LOSSES.values():
         module, _, name = entry.path.partition(":")
         fields = {key.rpartition(".")[2] for key in entry.reads} | set(entry.options)

@@ -150,6 +150,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
     monkeypatch.setattr(module, "INTERVAL_S", 0.01)
     seen, shown = [], []
     count = Count(12, 32, "groups kept", {"tokens/s": 1240.5})
+    whole = {"run": Count(3, 7, "rollout steps", {"time_left_s": 41.0})}
 
     def show(progress):
         shown.append(dict(progress))
@@ -157,7 +158,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, 7, SimpleNamespace(working=show)):
+        async with heartbeat(run_dir, waits, 7, SimpleNamespace(working=show, run=whole)):
             with waits.register("batch of groups", "rollout servers", 60.0, lambda: count):
                 await asyncio.sleep(0.05)
                 seen.append(json.loads((run_dir.path / "status.json").read_text())["progress"])
@@ -165,10 +166,11 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     asyncio.run(run())
     as_json = {"done": 12, "total": 32, "unit": "groups kept", "figures": {"tokens/s": 1240.5}}
-    assert seen == [{"batch of groups": as_json}, {"batch of groups": count}]
-    assert shown.count({"batch of groups": count}) > 1
+    assert seen[0].pop("run")["figures"] == {"time_left_s": 41.0}
+    assert seen == [{"batch of groups": as_json}, whole | {"batch of groups": count}]
+    assert shown.count(whole | {"batch of groups": count}) > 1
     beat = read_heartbeat(run_dir.path)
-    assert (beat.waits, beat.progress) == ([], {})
+    assert (beat.waits, beat.progress) == ([], whole)
 
 
 def test_a_file_of_an_earlier_version_has_no_progress(run_dir):

@@ -100,10 +100,32 @@ def test_a_wait_says_how_far_its_answer_is():
         await asyncio.sleep(0.01)
         assert waits.counts() == {"held-out answers": Count(0, 9, "answers", {"tokens/s": 12.6})}
         done = 5
-        assert waits.lines()[1].endswith(" of 0.2 s; 5 of 9 answers, tokens/s 13")
-        with pytest.raises(Stalled, match=r"held-out answers: waiting for .*; 5 of 9 answers, tokens/s 13"):
+        assert waits.lines()[1].endswith(" of 0.2 s; 5 of 9 answers, 13 tokens/s")
+        with pytest.raises(Stalled, match=r"held-out answers: waiting for .*; 5 of 9 answers, 13 tokens/s"):
             await waiting
         assert waits.counts() == {}
         other.cancel()
 
     asyncio.run(test())
+
+
+def test_several_waits_of_one_name_are_one_line_and_one_count():
+    """The oldest's: it is answered first."""
+    waits = []
+
+    async def test():
+        open_waits = Waits()
+        with (
+            open_waits.register("trainer log_probs", "ranks", 60, lambda: Count(1, 2, "ranks")),
+            open_waits.register("batch", "servers", 60),
+            open_waits.register("trainer log_probs", "ranks", 60, lambda: Count(0, 2, "ranks")),
+        ):
+            waits.extend(open_waits.lines())
+            assert open_waits.counts() == {"trainer log_probs": Count(1, 2, "ranks")}
+
+    asyncio.run(test())
+    assert [line.partition(" for 0 of")[0] for line in waits] == [
+        "2 x trainer log_probs: waiting for ranks",
+        "batch: waiting for servers",
+    ]
+    assert waits[0].endswith("; 1 of 2 ranks")

@@ -238,7 +238,7 @@ def test_a_batch_of_groups() -> None:
 def test_an_evaluation() -> None:
     async def test() -> None:
         with pytest.raises(
-            Stalled, match=r"(?s)held-out answers: rollout servers gave no answer within 0\.2 s.*5 of 9"
+            Stalled, match=r"(?s)held-out answers step5: rollout servers gave no answer within 0\.2 s.*5 of 9"
         ):
             await RunContext.evaluate(_context(), "step5")
 

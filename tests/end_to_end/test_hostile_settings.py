@@ -70,6 +70,14 @@ def test_limits(tmp_path, name):
     train(tmp_path, shell=SHELLS[name])
 
 
+def test_a_bad_shell_as_a_whole(tmp_path):
+    """Several at once: what one is answered with must not need what another took away."""
+    names = ("proxies", "a GPU that is not there", "many threads", "plain C", "a home that cannot be made")
+    together = {key: value for name in names for key, value in VARIABLES[name].items()}
+    (tmp_path / "elsewhere").mkdir()
+    train(tmp_path, shell=SHELLS["few files"], cwd=tmp_path / "elsewhere", **together)
+
+
 def test_a_long_temporary_folder(tmp_path):
     """Sockets stand there, whose paths may have 107 characters."""
     long = tmp_path / ("x" * 100)

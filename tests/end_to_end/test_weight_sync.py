@@ -30,7 +30,7 @@ def finished_run(folder: Path, transport: str, *overrides: str) -> list[dict]:
     finished = Running(*arguments, log=folder.with_suffix(".txt")).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
-    assert "read it from disk" not in finished.output
+    assert "it reads from disk" not in finished.output
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["weight_sync/gb_per_s"] > 0 for line in lines)
     return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]

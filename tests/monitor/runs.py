@@ -35,7 +35,7 @@ def metrics(steps: int = 12) -> list[dict]:
 
 
 def summary(*, baseline: bool = True, greedy: bool = True, heldout: bool = True) -> dict:
-    """summary.json of that run: 358 -> 848 of 1000 greedy, 30% -> 75% sampled, 830 greedy when made to work."""
+    """summary.json of that run: 358 -> 848 of 1000 greedy, 30% -> 75% sampled, 830 greedy when not guessing."""
 
     def ways(right: int, share: float) -> dict:
         sampled = np.random.default_rng(right).random((1000, 4)) < share

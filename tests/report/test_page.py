@@ -12,6 +12,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status as status_command
 from megatron_dapo.monitor.catalog import check_declared
+from megatron_dapo.report.chart import SERIES_COLOURS
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.sections import group_by_seed, read_sections
 from megatron_dapo.report.source import ReportError, Run
@@ -229,6 +230,21 @@ def test_a_curve_goes_where_its_metric_goes(tmp_path):
     rises = [points[0][1] - points[1][1], points[1][1] - points[2][1]]
     assert rises[0] == pytest.approx(rises[1], rel=1e-3)
     assert rises[0] > 0, "up is up"
+
+
+def test_a_run_that_measured_all_that_charts_show_has_a_colour_for_each(tmp_path):
+    charts = [chart for section in read_sections() for chart in section.charts]
+    assert max(len(chart.series) for chart in charts if chart.stack) <= SERIES_COLOURS, "two layers of one colour"
+    run = write_run(tmp_path / "run")
+    measured = dict.fromkeys((name for chart in charts for name in chart.series), 0.5)
+    measured |= {f"objective/statistic_{at}": 0.5 for at in range(12)}
+    write_lines(run / "metrics.jsonl", [{**line, **measured} for line in metrics()])
+    html = report_page([Run(run)])
+    style = "\n".join(re.findall(r"<style>(.*?)</style>", html, re.DOTALL))
+    classes = set(re.findall(r'class="(?:line|dot|range)? ?(c\d+)\b', html))
+    assert "c8" in classes, "handover, the ninth layer of the time"
+    assert not {name for name in classes if f".{name} {{" not in style}
+    assert not {name for name in re.findall(r"var\((--c\d+)\)", html) if style.count(f"{name}: #") != 2}, "light, dark"
 
 
 def test_a_statistic_of_the_loss_has_a_chart_without_being_declared(tmp_path):

@@ -393,9 +393,7 @@ def kill(place: Place) -> None:
 
 
 def test_killed_servers_are_replaced_and_their_responses_go_on(places: dict[str, Place]) -> None:
-    """Both at once: they start side by side."""
-
-    async def work() -> None:
+    async def work() -> None:  # both at once: they start side by side
         await asyncio.gather(same_after_a_kill(places["qwen3"]), continued_after_a_kill(places["qwen2"]))
 
     places["qwen3"].run(work())

@@ -93,6 +93,11 @@ def test_what_cannot_be_audited_is_named(run, capsys, content, reason):
     assert reason in capsys.readouterr().err
 
 
+def test_a_run_that_is_not_there_is_named_with_what_to_give(tmp_path, capsys):
+    assert main([str(tmp_path / "nope")]) == EXIT_USAGE
+    assert "nope: No such file or directory; give a run directory, or a JSON lines file" in capsys.readouterr().err
+
+
 def test_a_ground_truth_may_be_a_number_or_an_object(run, capsys):
     said = "```json\n[1]\n```"
     assert main([run(line("Answer: 42", 42), line(said, {"equals": [1]}, verifier="json")), "--all"]) == EXIT_AGREE
