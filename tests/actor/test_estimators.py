@@ -133,7 +133,7 @@ def papers_weights(aggregation: str, members: list[int], micro_batch: np.ndarray
     kept = np.array([[(group, sample) != CUT for sample in range(GROUP)] for group in members])
     lengths = np.where(kept, LENGTHS[members], 0)
     responses, tokens = kept.sum(), lengths.sum()
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         if aggregation == "token_mean":
             weights = np.full(lengths.shape, 1 / tokens)
         elif aggregation == "prompt_token_mean":
