@@ -195,7 +195,7 @@ def test_a_batch_is_counted_from_its_own_beginning():
     counter = BatchCounter(generator, SimpleNamespace(load=lambda: load), 32, kept.append)
     assert (
         counter.count().text()
-        == "0 of 32 groups kept, tokens/s 0, longest running s 0, responses running 0, groups finished 0"
+        == "0 of 32 groups kept, 0 tokens/s, longest running 0.0 s, 0 responses running, 0 groups finished"
     )
     time.sleep(0.1)
     load, generator.finished = (6000, 96, 38.2), 27
