@@ -9,6 +9,10 @@ can calculate passably and seldom does. Reinforcement learning can improve both.
     python examples/quickstart/make_base.py --recipe rambling --out FOLDER
 
 goes on from the committed base with longer problems and writers most of whom ramble: a base for examples/ablation.
+
+    python examples/quickstart/make_base.py --recipe experts
+
+makes `experts_base`: the same lessons for a mixture of experts.
 """
 
 import itertools
@@ -24,7 +28,7 @@ import numpy as np
 import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from make_tokenizer import CONTEXT_LENGTH, make_tokenizer
@@ -41,6 +45,7 @@ from reward.verifiers.robust import judge
 from task import MOST_STEPS, Problem, Split, problems, rambling
 
 BASE = Path(__file__).parent / "base"
+EXPERTS_BASE = Path(__file__).parent / "experts_base"
 EVALUATED = 500
 
 
@@ -52,6 +57,8 @@ class Recipe:
     """Of the weights and of the examples."""
     start: Path | None = None
     """Folder of the weights and the tokenizer to go on from; None: both are made anew."""
+    experts: int = 0
+    """Experts in each layer, of which a token goes to two; 0: a dense model."""
     most_steps: int = MOST_STEPS
     """Steps of the longest problems."""
     working_steps: int = 550
@@ -84,6 +91,7 @@ class Recipe:
 
 RECIPES = {
     "quickstart": Recipe(),
+    "experts": Recipe(experts=4),
     "rambling": Recipe(
         start=BASE,
         most_steps=7,
@@ -99,27 +107,33 @@ RECIPES = {
 }
 
 
-def blank_model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
-    """Writes an untrained Qwen3 of 0.85 million parameters, without the tokenizer's files."""
+def blank_model(folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int, experts: int = 0) -> None:
+    """Writes an untrained Qwen3 of 0.85 million parameters, without the tokenizer's files; with `experts` a Qwen3-MoE
+    of as many for each token."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        initializer_range=0.04,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    size = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "initializer_range": 0.04,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if experts:
+        size |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**size | {"tie_word_embeddings": False})
+    else:
+        config = Qwen3Config(**size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def examples(recipe: Recipe) -> Iterator[tuple[Problem, str, bool]]:
@@ -228,17 +242,19 @@ def is_right(problem: Problem, response: str) -> bool:
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="Folder; the quickstart's own otherwise.", file_okay=False)] = None,
-    recipe: Annotated[Literal["quickstart", "rambling"], typer.Option(help="How it is taught.")] = "quickstart",
+    out: Annotated[Path | None, typer.Option(help="Folder; the recipe's own otherwise.", file_okay=False)] = None,
+    recipe: Annotated[
+        Literal["quickstart", "experts", "rambling"], typer.Option(help="How it is taught.")
+    ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the examples.")] = 0,
     working_steps: Annotated[int | None, typer.Option(min=0, help="Steps on worked solutions.")] = None,
     blurting_steps: Annotated[int | None, typer.Option(min=0, help="Steps on mostly bare answers.")] = None,
     measured: Annotated[bool, typer.Option(help="Let it answer held-out problems when it is made.")] = True,
 ) -> None:
     """Make the tokenizer and the base model, and say what the base can do."""
-    if out is None and recipe != "quickstart":
+    if out is None and recipe == "rambling":
         raise typer.BadParameter(f"recipe {recipe} is no base of the quickstart; name a folder with --out")
-    folder = out or BASE
+    folder = out or (EXPERTS_BASE if recipe == "experts" else BASE)
     given = {"working_steps": working_steps, "blurting_steps": blurting_steps}
     steps = {name: count for name, count in given.items() if count is not None}
     taught = replace(RECIPES[recipe], seed=seed, **steps)
@@ -248,7 +264,7 @@ def main(
         start = taught.start
         if start is None:
             start = Path(scratch, "blank")
-            blank_model(start, make_tokenizer(start), seed=seed)
+            blank_model(start, make_tokenizer(start), seed=seed, experts=taught.experts)
         tokenizer = AutoTokenizer.from_pretrained(start, local_files_only=True)
         train(taught, start, folder, tokenizer, Path(scratch, "rendezvous"))
     print(f"{folder} written after {time.monotonic() - began:.0f} s")
