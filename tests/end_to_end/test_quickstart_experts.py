@@ -15,7 +15,7 @@ CONFIG = ROOT / "examples" / "quickstart" / "experts.yaml"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(("seed", "replay"), product(range(3), ("true", "false")))
+@pytest.mark.parametrize(("seed", "replay"), list(product(range(3), ("true", "false"))))
 def test_it_learns_on_every_seed(tmp_path: Path, seed: int, replay: str) -> None:
     run_dir = tmp_path / "run"
     keys = f"run.dir={run_dir}", f"run.seed={seed}", f"actor.routing_replay={replay}"
