@@ -14,12 +14,13 @@ import numpy as np
 import yaml
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.plan.memory import kv_bytes_per_token
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Calibration, load_calibration
 from megatron_dapo.plan.sync import readers_of_a_node
-from megatron_dapo.plan.trainer_time import attention_flops, forward_flops
-from megatron_dapo.report.source import ReportError, Run
+from megatron_dapo.plan.trainer_time import forward_flops, recomputed
+from megatron_dapo.report.source import ReportError, Run, look_up
 from tools.recorded_spans import Span
 from tools.throughput import on_gpu
 from tools.timeline_figures import RecordedStep, pass_seconds, tensor_seconds
@@ -101,15 +102,17 @@ def _trainer(
 ) -> dict[str, Found]:
     """Efficiency of the passes, without the communication of tensor parallelism, which the planner adds by itself."""
     recorded = {step.step for step in steps}
-    flops = attention = 0.0
+    recompute: Any = run.setting("actor.recompute") or "none"
+    layout = LayoutConfig(**look_up(run.manifest, "trainer.layout") or {})
+    actor = ActorConfig(layout=layout, recompute=("core_attn",) if recompute == "selective" else recompute)
+    flops = again = 0.0
     for line in run.lines:
         length = line.get("bias/accepted_length")
         if line["rollout_step"] in recorded and length:
             whole = np.array([length + prompt])
             responses = line["tokens/trained"] / length
             flops += forward_flops(hf, whole).item() * responses
-            attention += attention_flops(hf, whole).item() * responses
-    again = {"none": 0.0, "selective": attention, "full": flops}.get(str(run.setting("actor.recompute")), 0.0)
+            again += recomputed(hf, actor, whole)[0].item() * responses
     ranks = [rank for step in steps for rank in step.ranks]
     found = {}
     tensor = tensor_seconds(ranks, layers=hf.num_layers) or 0.0

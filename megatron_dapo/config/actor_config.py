@@ -1,11 +1,23 @@
 """Section `actor`: how Megatron-Core trains."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, DecayRates
+
+
+def _recompute(value: Any, validate: Any) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:  # which speaks of each kind of value by itself
+        wanted = "none, full, a number of layers, or a list of mlp, moe, layernorm, core_attn"
+        raise ValueError(f"must be {wanted}") from None
+
+
+Modules = Annotated[tuple[Literal["mlp", "moe", "layernorm", "core_attn"], ...], Field(strict=False, min_length=1)]
+Recompute = Annotated[Literal["none", "full"] | PositiveInt | Modules, WrapValidator(_recompute)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -88,8 +100,10 @@ class ActorConfig:
     micro_batch_tokens: PositiveInt = 32768
     """Token budget of a packed micro-batch on one rank (prompt and response); a longer sequence gets one of its own."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute: `selective` the attention core, `full` every layer."""
+    recompute: Recompute = "none"
+    """What backward computes again instead of keeping it. `full`: every layer. A number: the first so many of each
+    pipeline stage, with virtual stages of each of these. A list: parts of every layer: `mlp`, `moe` (the experts),
+    `layernorm`, `core_attn` (of which TransformerEngine keeps nothing anyway)."""
 
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 format of matrix products inside the layers, by TransformerEngine on CUDA. `hybrid`: E4M3 forward, E5M2

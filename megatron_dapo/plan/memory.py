@@ -5,7 +5,8 @@ attention, a fused SwiGLU and RMSNorm, no dropout. Per layer and token of a rank
 weights' type (t = tensor-parallel size; with sequence parallel the first term is divided by t too):
 
     none        4 h + ((heads + 2 groups) + (heads + groups) + heads) x head size / t + 3 ffn / t
-    selective   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
+    core_attn   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
+    mlp         without the MLP's input after its norm, h, and without 3 ffn / t
     full        h, and for the one layer that is being repeated what `none` has
 
 Backward of a layer's MLP needs besides the gradients of the first product's output, less what is freed by then
@@ -17,11 +18,12 @@ stage keeps 2 (p - i - 1) + (v - 1) p + 1 chunks of layers.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
-from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
+from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, Recompute
 from megatron_dapo.plan.rank_state import MOMENT_BYTES, StateBytes, rank_state
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
@@ -100,16 +102,26 @@ def row_tokens(config: Config) -> int:
     return max(config.actor.micro_batch_tokens, round_up(config.model.context_length, layout.context) // layout.context)
 
 
-def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) -> float:
-    """What a rank keeps of one layer and token, in numbers, without what is made again in backward."""
+def repeated_layers(actor: ActorConfig, layers: float) -> float:
+    """How many of a rank's layers backward computes again as a whole."""
+    if isinstance(actor.recompute, int):
+        return min(layers, actor.recompute * (actor.layout.virtual_pipeline or 1))
+    return layers if actor.recompute == "full" else 0
+
+
+def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: Recompute) -> float:
+    """What a rank keeps of one layer and token, in numbers, without what is made again in backward. A number of layers
+    to recompute: of a layer that is not among them."""
     tensor = actor.layout.tensor
     whole = tensor if actor.layout.sequence_parallel else 1
     heads, kv_heads, head_dim = hf.num_attention_heads, hf.num_query_groups, hf.head_dim
     if recompute == "full":
         return hf.hidden_size / whole
-    rotated = 0 if recompute == "selective" else heads + kv_heads
+    again = recompute if isinstance(recompute, tuple) else ()
+    rotated = 0 if "core_attn" in again else heads + kv_heads
     attention = (heads + 2 * kv_heads + rotated + heads) * head_dim
-    return 4 * hf.hidden_size / whole + (attention + 3 * hf.ffn_hidden_size) / tensor
+    mlp = 0 if "mlp" in again else hf.hidden_size / whole + 3 * hf.ffn_hidden_size / tensor
+    return 3 * hf.hidden_size / whole + attention / tensor + mlp
 
 
 def _alive(case: Scenario, stage: int) -> float:
@@ -133,10 +145,12 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
     spare = 1 + case.constants.fragmentation
     repeated = tokens * size * activation_numbers(hf, actor, "none")
-    kept = layers * tokens * size * activation_numbers(hf, actor, actor.recompute) * _alive(case, stage)
+    whole_again, kept_of = repeated_layers(actor, layers), partial(activation_numbers, hf, actor)
+    numbers = whole_again * kept_of("full") + (layers - whole_again) * kept_of(actor.recompute)
+    kept = tokens * size * numbers * _alive(case, stage)
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
     layer = tokens * size * (whole + hf.ffn_hidden_size / layout.tensor)
-    layer += repeated if actor.recompute == "full" else 0
+    layer += repeated if whole_again else repeated - tokens * size * kept_of(actor.recompute)
     forward, update = {}, {}
     if stage == layout.pipeline - 1:
         if layout.sequence_parallel:

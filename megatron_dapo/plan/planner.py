@@ -4,13 +4,14 @@ splits between trainer and servers would do."""
 import dataclasses
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_dapo.actor.model.hf_config import check_layout
+from megatron_dapo.actor.model.hf_config import check_actor
 from megatron_dapo.config import ConfigError
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig, Recompute
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
 from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
@@ -19,6 +20,8 @@ from megatron_dapo.plan.sync import server_bytes
 
 _LARGEST_TENSOR = 8
 _LARGEST_PIPELINE = 16
+_SPARE = 0.05
+"""Of a GPU: more than the figures here are off by (docs/measurements/symbolic.md)."""
 _SPLITS = 12
 _SPLITS_OF_A_SIZE = 3
 
@@ -49,6 +52,8 @@ class Plan:
     """None where something does not fit."""
 
     host: dict[str, float]
+    recompute: Recompute
+    """What `actor.recompute` needs to be, at least."""
 
     @property
     def fits(self) -> bool:
@@ -68,7 +73,7 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
     Raises:
         ConfigError: the layout does not divide the model, or an assumption is impossible.
     """
-    check_layout(case.hf, case.config.actor.layout)
+    check_actor(case.hf, case.config.actor)
     workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
     if heads % parallel:
         raise ConfigError(
@@ -81,19 +86,21 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
         step = plan_step(case, server, state, steps=steps)
     mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
-    return Plan(case=case, ranks=ranks, server=own_server, misfits=misfits, step=step, host=host)
+    return Plan(
+        case=case,
+        ranks=ranks,
+        server=own_server,
+        misfits=misfits,
+        step=step,
+        host=host,
+        recompute=least_recompute(case),
+    )
 
 
 def find_misfits(case: Scenario) -> list[Misfit]:
     """What needs more of a GPU than there is, the trainer's pipeline stages first."""
     config, gpu_memory, framework = case.config, case.constants.gpu_memory, case.constants.framework_memory
-    server = server_memory(case)
-    room = dict.fromkeys(PHASES, gpu_memory)
-    if share_gpus(case.config):  # beside the server
-        room = dict.fromkeys(PHASES, gpu_memory * (1 - config.rollout.memory_fraction))
-    if config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
-        room = dict.fromkeys(PHASES, gpu_memory - framework) | {"rollout": room["rollout"]}
-    found = []
+    server, room, found = server_memory(case), _trainer_room(case), []
     for rank in trainer_memory(case):
         phase, peak = max(rank.peaks.items(), key=lambda one: one[1] - room[one[0]])
         if peak > room[phase]:
@@ -114,6 +121,18 @@ def find_misfits(case: Scenario) -> list[Misfit]:
     return found
 
 
+def _trainer_room(case: Scenario) -> dict[str, float]:
+    """Bytes that a trainer rank may have, by phase."""
+    config, gpu_memory = case.config, case.constants.gpu_memory
+    room = dict.fromkeys(PHASES, gpu_memory)
+    if share_gpus(config):  # beside the server
+        room = dict.fromkeys(PHASES, gpu_memory * (1 - config.rollout.memory_fraction))
+    if config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
+        framework = case.constants.framework_memory
+        room = dict.fromkeys(PHASES, gpu_memory - framework) | {"rollout": room["rollout"]}
+    return room
+
+
 def remedies(case: Scenario) -> list[Changes]:
     """The least that makes it fit: what costs time only, else more GPUs. Nothing: no such change is known.
 
@@ -130,9 +149,24 @@ def remedies(case: Scenario) -> list[Changes]:
         if part in now:
             way = next((way for way in ways if misfits(case.changed(way)) <= now - {part}), None)
             if way is not None:
+                if "actor.recompute" in way:
+                    way = {**way, "actor.recompute": least_recompute(case.changed(way))}
                 found.append(way)
                 case, now = case.changed(way), now - {part}
     return found
+
+
+def least_recompute(case: Scenario) -> Recompute:
+    """What costs least of none, a number of layers and full, with which an update leaves `_SPARE` of a GPU; full where
+    nothing does."""
+    layout, room = case.config.actor.layout, (1 - _SPARE) * _trainer_room(case)["update"]
+    chunk = case.hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
+    amounts: list[Recompute] = ["none", *range(1, chunk), "full"]
+
+    def fits(amount: Recompute) -> bool:
+        return all(rank.peaks["update"] <= room for rank in trainer_memory(case.changed({"actor.recompute": amount})))
+
+    return amounts[min(bisect_left(amounts, True, key=fits), chunk)]
 
 
 def _trainer_ways(case: Scenario) -> Iterator[Changes]:
@@ -193,8 +227,12 @@ def other_splits(plan: Plan) -> list[Plan]:
             continue
         actor = dataclasses.replace(case.config.actor, layout=layout)
         other = case.changed({"actor": actor, "rollout.servers": servers})
-        if layout == own or _possible(other):
-            found[layout] = plan if layout == own else make_plan(other)
+        if layout == own:
+            found[layout] = plan
+        elif _possible(other.changed({"actor.recompute": "none"})):
+            if isinstance(actor.recompute, int):
+                other = other.changed({"actor.recompute": least_recompute(other)})
+            found[layout] = make_plan(other)
     return [found[one] for one in sorted(found, key=lambda one: (one.world_size, one.tensor, one.pipeline))]
 
 
@@ -218,7 +256,7 @@ def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:
 
 def _possible(case: Scenario) -> bool:
     try:
-        check_layout(case.hf, case.config.actor.layout)
+        check_actor(case.hf, case.config.actor)
     except ConfigError:
         return False
     return not list(contradictions(case.config))

@@ -16,6 +16,8 @@ import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
+from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.plan.memory import repeated_layers
 from megatron_dapo.plan.rank_state import StateBytes, model_parameters
 from megatron_dapo.plan.scenario import Scenario
 
@@ -61,6 +63,18 @@ def attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
     return 2.0 * hf.num_layers * hf.num_attention_heads * hf.head_dim * lengths**2
 
 
+def recomputed(hf: HFModelConfig, actor: ActorConfig, lengths: np.ndarray) -> tuple[np.ndarray, float]:
+    """What `actor.recompute` repeats: FLOPs of sequences of these lengths, each, and all-reduces of a layer."""
+    layers, lengths = hf.num_layers / actor.layout.pipeline, lengths.astype(float)
+    if isinstance(actor.recompute, tuple):
+        mlp = "mlp" in actor.recompute
+        flops = 2.0 * hf.num_layers * 3 * hf.hidden_size * hf.ffn_hidden_size * lengths * mlp
+        return flops + attention_flops(hf, lengths) * ("core_attn" in actor.recompute), float(mlp)
+    share = repeated_layers(actor, layers) / layers
+    head = 2 * hf.vocab_size * hf.hidden_size * lengths
+    return share * (forward_flops(hf, lengths) - head), 2 * share
+
+
 def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     """One forward pass over sequences of `lengths` (prompt and response)."""
     return _pass(
@@ -70,19 +84,15 @@ def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
 
 def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
     """One optimizer step over a mini-batch; `state`: the fullest rank's."""
-    forward = forward_flops(case.hf, lengths)
-    again, reductions = {
-        "none": (0.0, 4),
-        "selective": (attention_flops(case.hf, lengths.astype(float)), 4),
-        "full": (forward, 6),
-    }[case.config.actor.recompute]
+    forward, actor = forward_flops(case.hf, lengths), case.config.actor
+    again, reductions = recomputed(case.hf, actor, lengths)
     work, efficiency = 3 * forward + again, case.constants.train_efficiency
-    one = _pass(case, lengths, work, efficiency, reductions=reductions, heads=4)
+    one = _pass(case, lengths, work, efficiency, reductions=4 + reductions, heads=4)
     return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
 
 
 def _pass(
-    case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: int, heads: int
+    case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: float, heads: int
 ) -> PassTime:
     """`flops`: of each sequence. `reductions`: all-reduces of a layer's activations, all passes together. `heads`:
     products of an output layer in float32."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_dapo.config.actor_config import Recompute
 from tests.actor.gloo import RankPlace
 from tests.actor.stream_layout import local_rows, padded_lengths
 
@@ -35,7 +36,9 @@ class Built:
     chunks: list
 
 
-def build(place: RankPlace, folder: Path, layout: dict, *, recompute: str = "none", dtype: str = "float32") -> Built:
+def build(
+    place: RankPlace, folder: Path, layout: dict, *, recompute: Recompute = "none", dtype: str = "float32"
+) -> Built:
     """Process groups (once in a call) and the model of `folder`, loaded."""
     from megatron_dapo.actor.device import prepare
 
@@ -87,7 +90,7 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
 
 
 def logits_of(
-    place: RankPlace, folders: Sequence[Path], layout: dict, micro_batches: list, recompute: str = "none"
+    place: RankPlace, folders: Sequence[Path], layout: dict, micro_batches: list, recompute: Recompute = "none"
 ) -> list[list[PartialLogits]]:
     """For each model its logits of each micro-batch, on the ranks of the last pipeline stage (elsewhere empty
     lists)."""

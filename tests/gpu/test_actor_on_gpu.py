@@ -89,7 +89,7 @@ def test_an_output_layer_in_float32_is_float64s(on_device, record, family, tied,
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
-@pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"recompute": "selective"}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"recompute": "full"}, {"recompute": 1}, {"recompute": ["mlp"]}], ids=str)
 def test_bfloat16_gradient_is_near(gloo, on_device, record, family, tied, fields, tmp_path):
     """Cross-entropy: the clip's edge, which a rounded ratio may cross, is left out."""
     folder = save_small(tmp_path, family, tied=tied)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, Recompute
 from megatron_dapo.coordinator import batch
 from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan import memory, step_plan, sync
@@ -26,7 +26,7 @@ from tests.plan.conftest import RECIPES
 HF = BUILT_IN["Qwen2.5-32B"]
 
 
-def saved_bytes(place: RankPlace, folder, recompute: str, tokens: int) -> int:
+def saved_bytes(place: RankPlace, folder, recompute: Recompute, tokens: int) -> int:
     """Bytes of storage that autograd keeps for backward after the forward pass of one sequence, weights not counted."""
     import torch
 
@@ -50,12 +50,14 @@ def saved_bytes(place: RankPlace, folder, recompute: str, tokens: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize(("recompute", "more"), [("full", 1.1), ("none", 1.9)])
+@pytest.mark.parametrize(
+    ("recompute", "more"), [("full", 1.1), (("mlp",), 2.0), (("mlp", "core_attn"), 2.0), ("none", 1.9)]
+)
 def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, tmp_path):
     """The formula counts fused kernels; PyTorch's own keep intermediate results of norm and SwiGLU too, never less."""
     tokens, per_layer = 128, []
     for layers in (2, 4):
-        folder = save_tiny(tmp_path / f"{recompute}{layers}", "qwen2", tied=False, num_hidden_layers=layers)
+        folder = save_tiny(tmp_path / str(layers), "qwen2", tied=False, num_hidden_layers=layers)
         [kept] = run_ranks(1, saved_bytes, folder, recompute, tokens)
         per_layer.append(kept)
     measured = (per_layer[1] - per_layer[0]) / 2
@@ -84,10 +86,12 @@ def update_peak(changes: dict, constants, stage: int = -1) -> float:
 def test_each_remedy_lowers_the_peak(constants):
     usual = {"actor.recompute": "none"}
     peak = update_peak(usual, constants)
-    assert update_peak({"actor.recompute": "selective"}, constants) < peak
-    assert update_peak({"actor.recompute": "full"}, constants) < update_peak(
-        {"actor.recompute": "selective"}, constants
-    )
+    amounts = ["full", 31, 8, 1, "none"]
+    peaks = [update_peak({"actor.recompute": amount}, constants) for amount in amounts]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == len(peaks)
+    assert update_peak({"actor.recompute": 32}, constants) == peaks[0], "a stage has 32 layers"
+    assert peaks[0] < update_peak({"actor.recompute": ("mlp",)}, constants) < peak
     assert update_peak(usual | {"actor.fused_linear_log_prob": True}, constants) < peak
     assert update_peak(usual | {"actor.layout.data": 2}, constants) < peak
     assert update_peak(usual | {"actor.layout.sequence_parallel": False}, constants) > peak

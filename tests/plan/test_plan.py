@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.plan.planner import find_misfits, make_plan, other_splits, remedies
+from megatron_dapo.plan.memory import trainer_memory
+from megatron_dapo.plan.planner import find_misfits, least_recompute, make_plan, other_splits, remedies
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, model_dimensions
 from tests.plan.conftest import RECIPES
 
@@ -41,6 +42,7 @@ def test_every_recipe_is_planned_here():
 def test_a_recipe_with_a_layout_fits_on_its_gpus(recipe, constants):
     plan = planned(constants, recipe)
     assert plan.fits, plan.misfits
+    assert plan.case.config.actor.recompute == plan.recompute, "no more is computed again than memory asks for"
     assert plan.step.gpus == FITTING[recipe]
     assert plan.step.optimizer_steps == 16
     assert plan.step.trained_tokens < plan.step.generated_tokens
@@ -65,6 +67,18 @@ def test_what_costs_time_only_is_named_before_more_gpus(constants):
     hf = BUILT_IN["Qwen2.5-7B"]
     [way] = remedies(Scenario(config, hf, dataclasses.replace(constants, gpu_memory=60e9)))
     assert not any(key.startswith("actor.layout") for key in way)
+
+
+def test_the_least_recompute_is_the_first_amount_that_leaves_the_spare_part(constants):
+    config, hf = load_config(RECIPES / "h100_32.yaml"), BUILT_IN["Qwen2.5-32B"]
+    for gpu_memory in (150e9, 80e9, 60e9, 30e9):
+        case = Scenario(config, hf, dataclasses.replace(constants, gpu_memory=gpu_memory))
+        leaves = []
+        for amount in ("none", *range(1, 32), "full"):
+            ranks = trainer_memory(case.changed({"actor.recompute": amount}))
+            if max(rank.peaks["update"] for rank in ranks) <= 0.95 * gpu_memory:
+                leaves.append(amount)
+        assert least_recompute(case) == [*leaves, "full"][0]
 
 
 def test_ways_for_trainer_and_servers_fit_together(constants):

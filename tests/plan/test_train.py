@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, Recompute
 from megatron_dapo.plan.rank_state import StateBytes
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario
 from megatron_dapo.plan.trainer_time import forward_flops, log_prob_time, update_time
@@ -23,7 +23,7 @@ def free(constants):
     return dataclasses.replace(constants, nvlink_bandwidth=1e30, network_bandwidth=1e30)
 
 
-def case(constants, recompute: str = "none", **layout) -> Scenario:
+def case(constants, recompute: Recompute = "none", **layout) -> Scenario:
     actor = ActorConfig(layout=LayoutConfig(**layout), micro_batch_tokens=4096, recompute=recompute)
     return Scenario(dataclasses.replace(load_config(RECIPES / "qwen2.5_7b_8gpu.yaml"), actor=actor), HF, constants)
 
@@ -35,20 +35,25 @@ def test_forward_costs_two_flops_a_parameter_and_the_causal_half_of_attention():
     assert forward_flops(HF, np.array([1000])).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 3), ("full", 4)])
-def test_one_rank_takes_its_flops_over_its_speed(recompute, times, free):
+LAYERS = forward_flops(HF, EQUAL) - 2 * HF.vocab_size * HF.hidden_size * EQUAL
+ATTENTION = 2 * HF.num_layers * HF.num_attention_heads * HF.head_dim * EQUAL.astype(float) ** 2
+
+
+@pytest.mark.parametrize(
+    ("recompute", "again"),
+    [
+        ("none", 0 * LAYERS),
+        ("full", LAYERS),
+        (7, LAYERS * 7 / 28),
+        (("core_attn",), ATTENTION),
+        (("mlp",), 2 * 28 * 3 * 3584 * 18944 * EQUAL),
+    ],
+    ids=str,
+)
+def test_one_rank_takes_its_flops_over_its_speed(recompute, again, free):
     seconds = update_time(case(free, recompute), EQUAL, NO_STATE).seconds
     speed = free.peak_flops * free.train_efficiency
-    assert seconds == pytest.approx(times * forward_flops(HF, EQUAL).sum() / speed)
-
-
-def test_selective_recompute_repeats_attention_only(free):
-    none, selective, full = (
-        update_time(case(free, recompute), EQUAL, NO_STATE).seconds for recompute in ("none", "selective", "full")
-    )
-    attention = 2 * HF.num_layers * HF.num_attention_heads * HF.head_dim * (EQUAL.astype(float) ** 2).sum()
-    assert selective - none == pytest.approx(attention / (free.peak_flops * free.train_efficiency))
-    assert none < selective < full
+    assert seconds == pytest.approx((3 * forward_flops(HF, EQUAL) + again).sum() / speed)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 4}, {"pipeline": 4}], ids=str)

@@ -182,6 +182,13 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
             f"actor.routing_replay = true: the model has {experts} experts, and it needs 1 to {MOST_REPLAYED}; set it "
             "to false"
         )
+    parts = actor.recompute if isinstance(actor.recompute, tuple) else ()
+    other, kind = ("moe", "no experts") if hf.experts is None else ("mlp", "experts in place of each mlp")
+    if other in parts:
+        raise ConfigError(f"actor.recompute: {other}: the model has {kind}; leave it out")
+    if "moe" in parts and actor.routing_replay:
+        # A layer's rows of routing are those of its newest forward pass, which may be another micro-batch's by then.
+        raise ConfigError("actor.recompute: moe: not with routing_replay; set a number of layers, or full")
 
 
 def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:

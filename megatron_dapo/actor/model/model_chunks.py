@@ -25,16 +25,8 @@ from megatron_dapo.actor.model import routing_replay
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.actor.model.packed_attention import PackedAttention, Rotary
 from megatron_dapo.actor.packing import round_up
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, Recompute
 from megatron_dapo.config.base import ConfigError
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-"""Megatron's words for `actor.recompute`."""
-
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 """Fields of HFModelConfig that Megatron's config has too."""
@@ -135,8 +127,20 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,
         **_expert_settings(hf, layout, device),
-        **RECOMPUTE[actor.recompute],
+        **_recompute_settings(hf, actor.recompute, device),
     )
+
+
+def _recompute_settings(hf: HFModelConfig, recompute: Recompute, device: DeviceChoice) -> dict[str, Any]:
+    """Megatron's words for `actor.recompute`."""
+    if recompute == "none":
+        return {}
+    if isinstance(recompute, tuple):
+        if device.transformer_engine and hf.experts is None and "layernorm" in recompute:
+            raise ConfigError("actor.recompute: TransformerEngine has no layernorm of its own here; leave it out")
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+    method, layers = ("uniform", 1) if recompute == "full" else ("block", recompute)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 def _expert_settings(hf: HFModelConfig, layout: LayoutConfig, device: DeviceChoice) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
+from megatron_dapo.config.actor_config import Recompute
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import (
     TEMPERATURE,
@@ -72,7 +73,7 @@ def test_logits_equal_transformers(gloo, models, layout):
 
 
 def one_step(
-    place: RankPlace, folder: Path, layout: dict[str, Any], data: Columns, options: dict[str, Any], recompute: str
+    place: RankPlace, folder: Path, layout: dict[str, Any], data: Columns, options: dict[str, Any], recompute: Recompute
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float] | None:
     """Rank 0: gradients, weights after an optimizer step with them, and the norm that the step reports."""
     from megatron_dapo.actor.weights.hf_weights import hf_tensors
@@ -104,6 +105,7 @@ def test_gradients_and_a_step_with_one_clipping_of_all(gloo, models, batches, la
     (folder, _), (data, expected) = models[not normalised], batches[not normalised]
     norm = sum(float(one.norm()) ** 2 for one in expected.values()) ** 0.5
     options, recompute = {"eps": EPS, "clip_norm": norm / 3}, "full" if "context" in layout else "none"
+    recompute = ("moe", "layernorm") if "pipeline" in layout else recompute
     gradient, after, reported = gloo(size(layout), one_step, folder, layout, data, options, recompute)[0]
     errors = relative_error(gradient, expected)
     assert max(errors.values()) < 1e-5, errors

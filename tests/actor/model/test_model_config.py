@@ -179,6 +179,20 @@ def test_experts_in_fp8_are_refused(load):
         check_actor(load(**EXPERTS), ActorConfig(fp8="hybrid"))
 
 
+@pytest.mark.parametrize(
+    ("model", "fields", "words"),
+    [
+        ({}, {"recompute": ["moe"]}, "moe: the model has no experts"),
+        (EXPERTS, {"recompute": ["mlp", "layernorm"]}, "mlp: the model has experts in place of each mlp"),
+        (EXPERTS, {"recompute": ["moe"], "routing_replay": True}, "moe: not with routing_replay"),
+    ],
+    ids=str,
+)
+def test_parts_that_cannot_be_recomputed_are_refused(load, model, fields, words):
+    with pytest.raises(ConfigError, match=words):
+        check_actor(load(**model), ActorConfig(**fields))
+
+
 def test_the_dense_size_of_a_model_of_experts_means_nothing(load):
     layout = {"tensor": 2, "sequence_parallel": True, "expert": 2}
     check_layout(load(**EXPERTS, intermediate_size=97), LayoutConfig(**layout))

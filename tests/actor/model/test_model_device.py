@@ -81,14 +81,14 @@ def cuda_configs(place: RankPlace, folder: Path) -> list[tuple[bool, bool, bool]
     hf = HFModelConfig.load(folder)
     cuda = DeviceChoice(device=torch.device("cuda", 0), backend="nccl", transformer_engine=False)
     configs = []
-    for recompute in ("none", "selective", "full"):
+    for recompute in ("none", 1, ("mlp", "layernorm"), "full"):
         actor = ActorConfig(layout=LayoutConfig(tensor=2, sequence_parallel=True, context=2), recompute=recompute)
         configs.append(transformer_config(hf, actor, "bfloat16", cuda))
     return [(c.bf16, c.bias_activation_fusion, c.use_cpu_initialization) for c in configs]
 
 
 def test_megatron_accepts_the_config_for_cuda(gloo, tmp_path):
-    assert gloo(1, cuda_configs, save_tiny(tmp_path, "qwen3", tied=False)) == [[(True, True, False)] * 3]
+    assert gloo(1, cuda_configs, save_tiny(tmp_path, "qwen3", tied=False)) == [[(True, True, False)] * 4]
 
 
 def train_with_both(place: RankPlace, decoupled: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict]:

@@ -4,6 +4,7 @@ names."""
 import pytest
 import torch
 
+from megatron_dapo.config.actor_config import Recompute
 from tests.actor.gloo import RankPlace
 from tests.actor.ranks import build, micro_batch
 from tests.actor.stream_layout import local_rows
@@ -16,7 +17,9 @@ MICRO_BATCHES = [random_sequences(lengths, seed=i) for i, lengths in enumerate([
 CASES = {
     "tensor + sequence, full recompute": ({"tensor": 2, "sequence_parallel": True}, "full"),
     "virtual pipeline": ({"pipeline": 2, "virtual_pipeline": 2}, "none"),
-    "context": ({"context": 2}, "selective"),
+    "pipeline, one layer of two": ({"pipeline": 2}, 1),
+    "tensor + sequence, parts": ({"tensor": 2, "sequence_parallel": True}, ("layernorm", "mlp")),
+    "context": ({"context": 2}, ("core_attn",)),
 }
 
 
@@ -25,7 +28,7 @@ def weight_of(ids: torch.Tensor, positions: torch.Tensor, column: torch.Tensor) 
     return torch.sin(ids[:, None] * 0.7 + positions[:, None] * 0.3 + column * 0.11)
 
 
-def gradients(place: RankPlace, folder, layout: dict, recompute: str) -> dict[str, torch.Tensor]:
+def gradients(place: RankPlace, folder, layout: dict, recompute: Recompute) -> dict[str, torch.Tensor]:
     """The gradient of sum(weight * logit) over the real tokens, through Megatron's DDP and pipeline schedules."""
     built = build(place, folder, layout, recompute=recompute)
     from megatron.core import parallel_state
