@@ -103,7 +103,7 @@ class ActorConfig:
     recompute: Recompute = "none"
     """What backward computes again instead of keeping it. `full`: every layer. A number: the first so many of each
     pipeline stage, with virtual stages of each of these. A list: parts of every layer: `mlp`, `moe` (the experts),
-    `layernorm`, `core_attn` (of which TransformerEngine keeps nothing anyway)."""
+    `layernorm` (the one before experts, with TransformerEngine), `core_attn` (saves nothing with TransformerEngine)."""
 
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 format of matrix products inside the layers, by TransformerEngine on CUDA. `hybrid`: E4M3 forward, E5M2

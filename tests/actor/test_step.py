@@ -131,7 +131,7 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_pr
         {"logprob_chunk_tokens": None},
         {"recompute": "full"},
         {"recompute": 2},
-        {"recompute": ["mlp", "layernorm", "core_attn"]},
+        {"recompute": ["mlp", "core_attn"]},
         {"fused_linear_log_prob": True},
         {"optimizer": {"distributed": False}},
     ],

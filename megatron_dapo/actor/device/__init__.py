@@ -49,7 +49,8 @@ class DeviceChoice:
     """The optimizer is TransformerEngine's or Apex's; else `device.adam.FusedLayoutAdam`."""
 
     gradient_accumulation: bool = False
-    """Weight gradients are added to their buffer by the matrix product itself."""
+    """Also Megatron's own layers add weight gradients to their float32 buffer in the matrix product itself, as
+    TransformerEngine's always do; else they are rounded to the weights' type before."""
 
     overlap_grad_reduce: bool = False
     """Gradients are summed over ranks while backward still runs."""
@@ -169,7 +170,8 @@ def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | Non
     attention = "TransformerEngine's dot-product attention" if engine else local
     norm = "TransformerEngine's RMSNorm, fused with the linear after it" if engine else "RMSNorm in PyTorch"
     products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling" if config.fp8 != "none" else dtype
-    sums = "fused into the matrix product" if accumulates else "an addition after the matrix product"
+    sums = "fused into the matrix product" if accumulates or engine else "an addition after the matrix product"
+    sums += ", but for the output layer" if engine and not accumulates else ""
     apex = f"Apex's fused_weight_gradient_mlp_cuda is {'' if accumulates else 'not '}importable"
     adam = f"FusedAdam of {fused}" if fused else "AdamW of this package in FusedAdam's state layout"
     others = "neither TransformerEngine nor Apex is importable" if cuda else "the fused ones need CUDA"

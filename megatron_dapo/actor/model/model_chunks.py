@@ -74,6 +74,10 @@ def build_model(
         if device.transformer_engine:
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
+            # Megatron's key for this would ask Apex for the output layer's.
+            for module in chunk.modules():
+                if hasattr(module, "fuse_wgrad_accumulation"):
+                    module.fuse_wgrad_accumulation = True
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
         if hf.experts is not None:
@@ -136,8 +140,10 @@ def _recompute_settings(hf: HFModelConfig, recompute: Recompute, device: DeviceC
     if recompute == "none":
         return {}
     if isinstance(recompute, tuple):
-        if device.transformer_engine and hf.experts is None and "layernorm" in recompute:
-            raise ConfigError("actor.recompute: TransformerEngine has no layernorm of its own here; leave it out")
+        if "layernorm" in recompute and not (device.transformer_engine and hf.experts is not None):
+            # TransformerEngine's is fused with the linear after it, but for the one before experts; Megatron has no
+            # recompute of others.
+            raise ConfigError("actor.recompute: layernorm: only before experts, with TransformerEngine; leave it out")
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
     method, layers = ("uniform", 1) if recompute == "full" else ("block", recompute)
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}

@@ -34,7 +34,11 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool],
         {"device": "cuda"},
         H100 | TE,
         (True, True, False, False),
-        ["FusedAdam of transformer_engine", "Engine 2.20.2"],
+        [
+            "FusedAdam of transformer_engine",
+            "Engine 2.20.2",
+            "accumulation: fused into the matrix product, but for the",
+        ],
     ),
     (
         {"device": "cuda", "dtype": "float32"},

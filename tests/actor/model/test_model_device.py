@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.actor.device import cpu
 from tests.actor.gloo import RankPlace, errors_of
-from tests.actor.tiny import save_tiny
+from tests.actor.tiny import MIXTURE, save_tiny
 
 
 def traces_outside_megatron(place: RankPlace) -> dict[str, object]:
@@ -81,7 +81,7 @@ def cuda_configs(place: RankPlace, folder: Path) -> list[tuple[bool, bool, bool]
     hf = HFModelConfig.load(folder)
     cuda = DeviceChoice(device=torch.device("cuda", 0), backend="nccl", transformer_engine=False)
     configs = []
-    for recompute in ("none", 1, ("mlp", "layernorm"), "full"):
+    for recompute in ("none", 1, ("mlp", "core_attn"), "full"):
         actor = ActorConfig(layout=LayoutConfig(tensor=2, sequence_parallel=True, context=2), recompute=recompute)
         configs.append(transformer_config(hf, actor, "bfloat16", cuda))
     return [(c.bf16, c.bias_activation_fusion, c.use_cpu_initialization) for c in configs]
@@ -89,6 +89,27 @@ def cuda_configs(place: RankPlace, folder: Path) -> list[tuple[bool, bool, bool]
 
 def test_megatron_accepts_the_config_for_cuda(gloo, tmp_path):
     assert gloo(1, cuda_configs, save_tiny(tmp_path, "qwen3", tied=False)) == [[(True, True, False)] * 4]
+
+
+def layernorm_again(place: RankPlace, folder: Path) -> str:
+    from megatron_dapo.actor.device import prepare
+
+    device = prepare("cpu")
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.actor.model.model_chunks import transformer_config
+    from megatron_dapo.config import ConfigError
+    from megatron_dapo.config.actor_config import ActorConfig
+
+    try:
+        transformer_config(HFModelConfig.load(folder), ActorConfig(recompute=["layernorm"]), "bfloat16", device)
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_norm_that_megatron_cannot_compute_again_is_refused(gloo, tmp_path):
+    [said] = gloo(1, layernorm_again, save_tiny(tmp_path, MIXTURE, tied=False))
+    assert said.startswith("actor.recompute: layernorm: only before experts, with TransformerEngine")
 
 
 def train_with_both(place: RankPlace, decoupled: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict]:
