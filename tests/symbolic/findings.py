@@ -73,6 +73,9 @@ class RankTrace:
 
     seconds: float = 0.0
 
+    added_gradients: int = 0
+    """Matrix products of TransformerEngine that added a weight's gradient to its float32 buffer."""
+
 
 def disagreements(traces: Sequence[RankTrace]) -> list[str]:
     """What the ranks would fail or hang at, a line each."""
@@ -162,6 +165,9 @@ class Findings:
     def faults(self) -> list[str]:
         """What would stop or slow the ranks, or what the plan has wrong; a line each."""
         found = list(self.disagreements)
+        for trace in self.traces:
+            if "accumulation: fused" in trace.kernels and not trace.added_gradients:
+                found.append(f"rank {trace.rank}: no product adds a weight's gradient to its buffer")
         for (what, place), (count, reason) in self.waits.items():
             if reason is None:
                 found.append(f"{what} in the loop over micro-batches at {place}, {count} times")

@@ -25,6 +25,7 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import row_tokens
 from megatron_dapo.plan.scenario import model_dimensions
 from rollout.server import end_with
+from tests.symbolic import te_layers
 from tests.symbolic.findings import RankTrace, Wait
 from tests.symbolic.meter import Meter
 from tests.symbolic.recording_groups import RecordingGloo, RecordingGroup
@@ -37,9 +38,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
     hf = model_dimensions(config.model.path)[0]
     _replace_torch(meter, hf, config.actor.layout)
     if transformer_engine:
-        from tests.symbolic.te_layers import install
-
-        install()
+        te_layers.install()
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # as if it were not installed
     from megatron_dapo.actor import device
@@ -58,6 +57,7 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
         waits=[Wait(*wait, count) for wait, count in sorted(meter.waits.items())],
         peaks=dict(meter.peaks),
         seconds=time.monotonic() - start,
+        added_gradients=len(te_layers.added_gradients),
     )
 
 
@@ -192,14 +192,14 @@ def _replace_files(config: Config, hf: HFModelConfig) -> None:
 
 
 def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:
-    from megatron_dapo.actor.weights.hf_weights import model_shards
+    from megatron_dapo.actor.weights.hf_weights import _place_of, model_shards
 
     found: list[set[str]] = [set() for _ in range(layout.pipeline)]
     layers = hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     for name in model_shards(hf):
         _, of_layer, rest = name.partition("decoder.layers.")
         outside = 0 if name.startswith("embedding.") else -1
-        found[int(rest.split(".")[0]) // layers % layout.pipeline if of_layer else outside].add(name)
+        found[int(rest.split(".")[0]) // layers % layout.pipeline if of_layer else outside].add(_place_of(name))
     return found
 
 

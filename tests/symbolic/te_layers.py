@@ -64,9 +64,15 @@ def install() -> None:
     utils.AttentionParams = AttentionParams
 
 
+added_gradients: list[torch.Size] = []
+"""Of the products that were added to a float32 buffer."""
+
+
 def generic_gemm(a: Tensor, transa: bool, b: Tensor, transb: bool, *rest: Any, **options: Any) -> Any:
     """op(b) x op(a), as TransformerEngine's row-major layouts TN, NN and NT have it, and the bias's gradient."""
-    out, _, out_dtype, bias, _, _, _, grad = rest[:8]
+    out, _, out_dtype, bias, _, _, _, grad, *_, accumulate, _ = rest[:12]
+    if out is not None and out.dtype == torch.float32 and accumulate:
+        added_gradients.append(out.shape)
     if out is None:
         rows = (b.shape[-1],) if transb else b.shape[:-1]
         columns = a.shape[0] if transa else a.shape[-1]
