@@ -1,7 +1,8 @@
 """Which responses share a micro-batch, and how a micro-batch lies in memory. Numpy only.
 
 A micro-batch is *packed*: its sequences lie one after the other in one row of tokens, and attention is told where each
-begins (`thd` layout). Nothing is padded to the longest, and a sequence is never split over micro-batches.
+begins (`thd` layout). Nothing is padded to the longest, and a sequence is never split over micro-batches. Only where
+pipeline stages exchange rows have those of a rank one length: the others end in one more sequence, of padding.
 
 Two sequences of 5 and 2 tokens, prompts of 2 and 1, without context parallel:
 
@@ -45,7 +46,8 @@ class PackedMicroBatch:
     """int64 [T]: position inside the own sequence."""
 
     sequence_bounds: np.ndarray
-    """int32 [S + 1]: where each sequence starts and the last one ends, before cutting for context parallel."""
+    """int32 [S + 1], or one more with padding of its own: where each sequence starts and the last one ends, before
+    cutting for context parallel."""
 
     rows: np.ndarray
     """int64 [n]: position (< T) whose output predicts the response token."""
@@ -109,10 +111,12 @@ def pack_micro_batch(
     *,
     context_rank: int = 0,
     row_multiple: int = 1,
+    least: int = 0,
 ) -> PackedMicroBatch:
     """The micro-batch of the responses at `indices` as the given context-parallel rank sees it.
 
-    `row_multiple`: what the tokens that a rank's layers see are rounded up to.
+    `row_multiple`: what the tokens that a rank's layers see are rounded up to. `least`: tokens of the row of all
+    context-parallel ranks, at least, as `row_length` gives them.
 
     No indices: one short sequence of token 0 without response tokens. The model runs on it as on any other, so that the
     ranks stay in step, and its loss is a sum over nothing.
@@ -124,10 +128,10 @@ def pack_micro_batch(
     if not len(lengths):
         lengths, prompts, drawn = np.ones(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64)
     occupied = round_up(lengths, sequence_multiple(layout))
-    # Sequence parallel cuts the row into equal parts too: what is missing is padding after the last sequence.
-    parts = layout.context * (layout.tensor if layout.sequence_parallel else 1)
-    occupied[-1] += -occupied.sum() % math.lcm(sequence_multiple(layout), parts * row_multiple)
-    starts = exclusive_sum(occupied)
+    occupied[-1] += row_length(lengths, layout, row_multiple) - occupied.sum()
+    if occupied.sum() < least:  # a sequence of its own: as a part of the last one it would cost attention over that
+        occupied = np.append(occupied, least - occupied.sum())
+    starts = exclusive_sum(occupied)[: len(lengths)]
 
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
     is_target = np.zeros(len(row), dtype=bool)
@@ -169,6 +173,15 @@ def pack_micro_batch(
         routing=routing,
         continued=continued,
     )
+
+
+def row_length(lengths: Int[np.ndarray, " S"], layout: LayoutConfig, row_multiple: int) -> int:
+    """Tokens of a micro-batch's row, all context-parallel ranks together, of sequences of these `lengths`."""
+    multiple = sequence_multiple(layout)
+    # Sequence parallel cuts the row into equal parts too.
+    parts = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+    tokens = int(round_up(np.asarray(lengths, np.int64), multiple).sum())
+    return round_up(max(tokens, multiple), math.lcm(multiple, parts * row_multiple))
 
 
 def zigzag_positions(lengths: Int[np.ndarray, " S"], context: int, context_rank: int) -> Int[np.ndarray, " T"]:

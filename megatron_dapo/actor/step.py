@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_dapo.actor.model import log_prob, routing_replay
 from megatron_dapo.actor.model.model_chunks import output_weight
 from megatron_dapo.actor.model.packed_attention import PackedSequences
-from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch
+from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch, row_length
 from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import ROUTER_SUMS, LogProbs, MiniBatch, Responses
 from megatron_dapo.algorithm.policy_loss import Objective
@@ -154,10 +154,14 @@ class ForwardBackward:
             raise ValueError(f"token_ids holds {largest}; the model's vocabulary has {self.vocabulary} tokens")
         if responses.routing is not None:
             routing_replay.check_routing(responses.routing, get_model_config(self.chunks[0]))
-        place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple}
+        own, least = plan.micro_batches[self.data_rank], 0
+        if self.layout.pipeline > 1:  # a stage knows what it receives without being told
+            lengths = responses.sequence_lengths
+            least = max(row_length(lengths[indices], self.layout, self.row_multiple) for indices in own)
+        place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple, "least": least}
         return [
             self._input(pack_micro_batch(responses, indices, self.layout, **place), columns, expert_counts)
-            for indices in plan.micro_batches[self.data_rank]
+            for indices in own
         ]
 
     def _input(
@@ -208,8 +212,7 @@ class ForwardBackward:
             data_iterator=iterators[0] if one else iterators,
             model=self.chunks[0] if one else self.chunks,
             num_microbatches=len(inputs),
-            # Pipeline ranks tell each other the true lengths.
-            seq_length=max(item.packed.input_ids.size for item in inputs),
+            seq_length=inputs[0].packed.input_ids.size * self.layout.context,
             micro_batch_size=1,
             **options,
         )

@@ -102,6 +102,10 @@ def _pass(
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
     compute = work / (split * case.constants.peak_flops * efficiency)
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
+    if layout.pipeline > 1:  # rows of one length: padding costs what a token does
+        padding = tokens.max(axis=1, keepdims=True) - tokens
+        compute += padding * flops.sum() / lengths.sum() / (split * case.constants.peak_flops * efficiency)
+        tokens = tokens + padding
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
     compute += tokens * head / (case.constants.float32_flops * efficiency)
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,7 +67,14 @@ def build(
     return Built(actor=actor, hf=hf, device=device, chunks=chunks)
 
 
-def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
+def in_rows(built: Built, micro_batches: Sequence[Sequence[Sequence[int]]]) -> tuple[list[Any], int]:
+    """`micro_batch` of each, and the tokens of the longest row; between pipeline stages all have as many."""
+    longest = max(sum(micro_batch(built, sequences)[1].padded_lengths) for sequences in micro_batches)
+    least = longest if built.actor.layout.pipeline > 1 else 0
+    return [micro_batch(built, sequences, least) for sequences in micro_batches], longest
+
+
+def micro_batch(built: Built, sequences: Sequence[Sequence[int]], least: int = 0):
     """(input ids [1, t] of this rank, packed sequence params) of one packed micro-batch."""
     from megatron.core import parallel_state
 
@@ -77,6 +85,7 @@ def micro_batch(built: Built, sequences: Sequence[Sequence[int]]):
         [len(sequence) for sequence in sequences],
         context_parallel=layout.context,
         tensor_parallel=layout.tensor if layout.sequence_parallel else 1,
+        least=least,
     )
     stream = torch.zeros(sum(lengths), dtype=torch.long)
     start = 0
@@ -105,7 +114,7 @@ def _logits(built: Built, micro_batches: list) -> list[PartialLogits]:
         ids, packed = next(batches)
         return chunk(ids, torch.zeros_like(ids), None, packed_seq_params=packed), lambda output, **_: output[0]
 
-    prepared = [micro_batch(built, sequences) for sequences in micro_batches]
+    prepared, tokens = in_rows(built, micro_batches)
     iterators = [iter(prepared) for _ in built.chunks]
     with torch.no_grad():
         outputs = get_forward_backward_func()(
@@ -113,7 +122,7 @@ def _logits(built: Built, micro_batches: list) -> list[PartialLogits]:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=built.chunks,
             num_microbatches=len(prepared),
-            seq_length=256,
+            seq_length=tokens,
             micro_batch_size=1,
             forward_only=True,
             collect_non_loss_data=True,

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 
 
-def padded_lengths(lengths: Sequence[int], *, context_parallel: int, tensor_parallel: int) -> list[int]:
+def padded_lengths(lengths: Sequence[int], *, context_parallel: int, tensor_parallel: int, least: int = 0) -> list[int]:
     """Lengths with the padding that a layout needs.
 
     Context parallelism cuts each sequence into 2*CP equal chunks; sequence parallelism cuts a rank's stream into TP
-    parts, for which the last sequence is padded further. (padded_lengths([5, 6], context_parallel=2,
-    tensor_parallel=2) is [8, 8].)
+    parts, for which the last sequence is padded further, and up to `least` tokens of all. (padded_lengths([5, 6],
+    context_parallel=2, tensor_parallel=2) is [8, 8].)
     """
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     padded = [_round_up(length, chunks) for length in lengths]
     total = sum(padded)
-    padded[-1] += _round_up(total, chunks * tensor_parallel) - total
+    padded[-1] += max(_round_up(total, chunks * tensor_parallel), least) - total
     return padded
 
 

@@ -22,7 +22,6 @@ SMALL = 1.5e8
 
 _P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
 KNOWN_WAITS = {
-    f"{_P2P} _communicate_shapes": "micro-batches differ in length: pipeline ranks tell each other the shape of each",
     f"{_P2P} _communicate": "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch",
 }
 """File and function of waits in a loop over micro-batches that are accepted, and why."""

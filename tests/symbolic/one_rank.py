@@ -174,21 +174,11 @@ def _replace_torch(meter: Meter, hf: HFModelConfig, layout: LayoutConfig) -> Non
 
 
 def _replace_files(config: Config, hf: HFModelConfig) -> None:
-    """No weight files; a full row from the pipeline's other stages. Megatron is imported by now."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
+    """No weight files."""
     from megatron_dapo.actor.weights import hf_weights as weights
 
     weights.load_hf_weights = lambda *args: None
     HFModelConfig.load = classmethod(lambda cls, folder: hf)  # type: ignore[method-assign, assignment]
-    layout = config.actor.layout
-    row = [row_tokens(config) // (layout.tensor if layout.sequence_parallel else 1), 1, hf.hidden_size]
-    exchange = P2PCommunicator._communicate_shapes
-
-    def communicate_shapes(self: Any, *args: Any) -> Any:
-        return tuple(row if shape else shape for shape in exchange(self, *args))
-
-    P2PCommunicator._communicate_shapes = communicate_shapes
 
 
 def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:

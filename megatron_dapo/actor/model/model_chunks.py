@@ -123,8 +123,6 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         gradient_accumulation_fusion=device.gradient_accumulation,
         fp8=None if actor.fp8 == "none" else actor.fp8,
         fp8_recipe=actor.fp8_recipe,
-        # Micro-batches differ in length, so pipeline ranks tell each other shapes; Megatron ties that to a dispatcher.
-        variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
         # Batched point-to-point calls give wrong gradients with virtual stages over gloo.

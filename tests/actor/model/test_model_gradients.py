@@ -6,7 +6,7 @@ import torch
 
 from megatron_dapo.config.actor_config import Recompute
 from tests.actor.gloo import RankPlace
-from tests.actor.ranks import build, micro_batch
+from tests.actor.ranks import build, in_rows
 from tests.actor.stream_layout import local_rows
 from tests.actor.tiny import load_reference, random_sequences, save_tiny
 
@@ -59,9 +59,8 @@ def gradients(place: RankPlace, folder, layout: dict, recompute: Recompute) -> d
 
         return chunk(ids, torch.zeros_like(ids), None, packed_seq_params=packed), loss
 
-    prepared = []
-    for sequences in MICRO_BATCHES:
-        ids, packed = micro_batch(built, sequences)
+    prepared, (rows, tokens) = [], in_rows(built, MICRO_BATCHES)
+    for sequences, (ids, packed) in zip(MICRO_BATCHES, rows, strict=True):
         real = [torch.arange(p) < len(s) for p, s in zip(packed.padded_lengths, sequences, strict=True)]
         here = local_rows(
             packed.padded_lengths, context_parallel=packed.context_parallel, context_rank=packed.context_rank
@@ -73,7 +72,7 @@ def gradients(place: RankPlace, folder, layout: dict, recompute: Recompute) -> d
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(prepared),
-        seq_length=256,
+        seq_length=tokens,
         micro_batch_size=1,
         forward_only=False,
     )
