@@ -8,6 +8,13 @@ weights' type (t = tensor-parallel size; with sequence parallel the first term i
     selective   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
     full        h, and for the one layer that is being repeated what `none` has
 
+In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Scenario.imbalance`), with
+experts of f / e of their ffn (e: expert-tensor size) and E routing weights, that is instead of 3 ffn / t
+
+    (k i (h e + 3 f) + 8 E) / t
+
+and its backward needs, instead of ffn / t, a routed token's gradient before and after the exchange, 2 k i h e / t.
+
 Backward of a layer's MLP needs besides the gradients of the first product's output, less what is freed by then
 (ffn / t), and of its input (h); with sequence parallel also that input, gathered again (h). On the last stage this and
 the logits are not there at the same time: the larger counts.
@@ -40,6 +47,9 @@ _TOKEN_BYTES = 28
 
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
+
+_ROUTER_NUMBERS = 8
+"""Of an expert and token: logit, probability, and where it goes, in numbers of bfloat16."""
 
 _ROUTING_COPIES = 4
 """Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
@@ -100,7 +110,7 @@ def row_tokens(config: Config) -> int:
     return max(config.actor.micro_batch_tokens, round_up(config.model.context_length, layout.context) // layout.context)
 
 
-def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) -> float:
+def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str, imbalance: float = 1.0) -> float:
     """What a rank keeps of one layer and token, in numbers, without what is made again in backward."""
     tensor = actor.layout.tensor
     whole = tensor if actor.layout.sequence_parallel else 1
@@ -109,7 +119,11 @@ def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: str) ->
         return hf.hidden_size / whole
     rotated = 0 if recompute == "selective" else heads + kv_heads
     attention = (heads + 2 * kv_heads + rotated + heads) * head_dim
-    return 4 * hf.hidden_size / whole + (attention + 3 * hf.ffn_hidden_size) / tensor
+    mlp = 3.0 * hf.ffn_hidden_size
+    if hf.experts is not None:
+        numbers = hf.hidden_size * actor.layout.expert_tensor + 3 * hf.experts.ffn_hidden_size
+        mlp = hf.experts.top_k * imbalance * numbers + _ROUTER_NUMBERS * hf.experts.count
+    return 4 * hf.hidden_size / whole + (attention + mlp) / tensor
 
 
 def _alive(case: Scenario, stage: int) -> float:
@@ -132,10 +146,14 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     resident["framework"] = case.constants.framework_memory
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
     spare = 1 + case.constants.fragmentation
-    repeated = tokens * size * activation_numbers(hf, actor, "none")
-    kept = layers * tokens * size * activation_numbers(hf, actor, actor.recompute) * _alive(case, stage)
+    alive = _alive(case, stage)
+    repeated = tokens * size * activation_numbers(hf, actor, "none", case.imbalance)
+    kept = layers * tokens * size * activation_numbers(hf, actor, actor.recompute, case.imbalance) * alive
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
-    layer = tokens * size * (whole + hf.ffn_hidden_size / layout.tensor)
+    inside = float(hf.ffn_hidden_size)
+    if hf.experts is not None:
+        inside = 2 * hf.experts.top_k * case.imbalance * hf.hidden_size * layout.expert_tensor
+    layer = tokens * size * (whole + inside / layout.tensor)
     layer += repeated if actor.recompute == "full" else 0
     forward, update = {}, {}
     if stage == layout.pipeline - 1:
@@ -147,6 +165,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
+    if rows := tokens * routing_bytes(case.config, hf):
+        forward["routing"], update["routing"] = float(rows), rows * alive
     sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {

@@ -33,15 +33,11 @@ def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
     """The sizes of the model in folder `path`, and where they were found.
 
     Raises:
-        ConfigError: the folder has no config.json and its name is not a built-in one, the config is not supported, or
-            it has experts.
+        ConfigError: the folder has no config.json and its name is not a built-in one, or the config is not supported.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
-        hf = HFModelConfig.load(folder)
-        if hf.experts is not None:
-            raise ConfigError(f"model.path = {path}: memory and time of a mixture of experts are not planned yet")
-        return hf, str(folder / "config.json")
+        return HFModelConfig.load(folder), str(folder / "config.json")
     if (name := folder.name.partition("@")[0]) in BUILT_IN:
         return BUILT_IN[name], f"built-in shape of {name}; {path} is not there"
     raise ConfigError(
@@ -89,6 +85,8 @@ class Calibration:
     gpus_per_node: PositiveFloat
     train_efficiency: Fraction
     forward_efficiency: Fraction
+    expert_efficiency: Fraction
+    expert_imbalance: Annotated[float, Field(ge=1)]
     prefill_efficiency: Fraction
     communication_efficiency: Fraction
     decode_efficiency: Fraction
@@ -152,6 +150,11 @@ class Scenario:
     def model_bytes(self) -> float:
         """Of the whole model's weights."""
         return float(model_parameters(self.hf) * self.dtype_bytes)
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens that the busiest rank's experts get, over the mean; 1 where every rank has all experts."""
+        return self.constants.expert_imbalance if self.config.actor.layout.expert > 1 else 1.0
 
     @property
     def head_parameters(self) -> int:

@@ -6,7 +6,10 @@ Micro-batches are planned by the actor's own packing, so imbalance over data-par
 micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The products
 of an output layer in float32 are added at the speed of that type; the last stage, which all wait for, makes them alone.
 
-Nothing is assumed to overlap: tensor-parallel and data-parallel communication is added to the arithmetic.
+Of a mixture's experts a token's own count, at the speed of grouped products, on the busiest rank. A layer sends each
+token to them and back, in forward and in backward; data-parallel ranks that share experts wait for each other there.
+
+Nothing is assumed to overlap: tensor-, expert- and data-parallel communication is added to the arithmetic.
 """
 
 import dataclasses
@@ -16,7 +19,7 @@ import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.plan.rank_state import StateBytes, model_parameters
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes, active_parameters, apart_parameters
 from megatron_dapo.plan.scenario import Scenario
 
 _BYTES = 2
@@ -34,6 +37,9 @@ class PassTime:
     tensor_s: float
     """Tensor-parallel communication."""
 
+    expert_s: float = 0.0
+    """Tokens on their way to experts and back."""
+
     data_s: float = 0.0
     """Gradients and weights over data-parallel ranks, and the optimizer's own work."""
 
@@ -43,12 +49,13 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """Together."""
-        return self.compute_s + self.bubble_s + self.tensor_s + self.data_s
+        return self.compute_s + self.bubble_s + self.tensor_s + self.expert_s + self.data_s
 
 
 def matrix_parameters(hf: HFModelConfig) -> int:
-    """Parameters that multiply every token: all but the embedding, whose rows are looked up; a tied one multiplies."""
-    return model_parameters(hf) - (0 if hf.tied else hf.vocab_size * hf.hidden_size)
+    """Parameters that multiply a token: all active ones but the embedding, whose rows are looked up; a tied one
+    multiplies."""
+    return active_parameters(hf) - (0 if hf.tied else hf.vocab_size * hf.hidden_size)
 
 
 def forward_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
@@ -63,61 +70,95 @@ def attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
 
 def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     """One forward pass over sequences of `lengths` (prompt and response)."""
-    return _pass(
-        case, lengths, forward_flops(case.hf, lengths), case.constants.forward_efficiency, reductions=2, heads=1
-    )
+    flops, efficiency = forward_flops(case.hf, lengths), case.constants.forward_efficiency
+    return _pass(case, lengths, flops, efficiency, times=1, exchanges=1, heads=1)
 
 
 def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
     """One optimizer step over a mini-batch; `state`: the fullest rank's."""
     forward = forward_flops(case.hf, lengths)
-    again, reductions = {
-        "none": (0.0, 4),
-        "selective": (attention_flops(case.hf, lengths.astype(float)), 4),
-        "full": (forward, 6),
+    again, times, exchanges = {
+        "none": (0.0, 3, 2),
+        "selective": (attention_flops(case.hf, lengths.astype(float)), 3, 2),
+        "full": (forward, 4, 3),
     }[case.config.actor.recompute]
     work, efficiency = 3 * forward + again, case.constants.train_efficiency
-    one = _pass(case, lengths, work, efficiency, reductions=reductions, heads=4)
+    one = _pass(case, lengths, work, efficiency, times=times, exchanges=exchanges, heads=4)
     return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
 
 
 def _pass(
-    case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: int, heads: int
+    case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, times: int, exchanges: int, heads: int
 ) -> PassTime:
-    """`flops`: of each sequence. `reductions`: all-reduces of a layer's activations, all passes together. `heads`:
+    """`flops`: of each sequence. `times`: the forward's products that are in them. `exchanges`: of a layer's
+    activations, all passes together: all-reduces after attention and after a dense MLP; to experts and back. `heads`:
     products of an output layer in float32."""
     hf, layout = case.hf, case.config.actor.layout
     plan = plan_for_actor(lengths, case.config.actor, hidden_size=hf.hidden_size)
     split = layout.tensor * layout.pipeline * layout.context
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
-    compute = work / (split * case.constants.peak_flops * efficiency)
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
+    work += tokens * times * _slow_flops(case)
+    compute = work / (split * case.constants.peak_flops * efficiency)
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
     compute += tokens * head / (case.constants.float32_flops * efficiency)
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES
     layers = hf.num_layers / layout.pipeline
+    reductions = exchanges * (2 if hf.experts is None else 1)
     reduce = tokens / layout.context * ring * layers * reductions / case.constants.link(layout.tensor)
-    slowest = int((compute + reduce).sum(axis=1).argmax())
+    routed = tokens / layout.context * layers * exchanges * _exchange_seconds(case)
+    if layout.expert * layout.expert_tensor > layout.tensor * layout.context:
+        compute, reduce, routed = (part.max(axis=0, keepdims=True) for part in (compute, reduce, routed))
+    together = compute + reduce + routed
+    slowest = int(together.sum(axis=1).argmax())
     waiting = (layout.pipeline - 1) / (layout.virtual_pipeline or 1)
     return PassTime(
         compute_s=float(compute[slowest].sum()),
-        bubble_s=float(waiting * (compute + reduce)[slowest].mean()),
+        bubble_s=float(waiting * together[slowest].mean()),
         tensor_s=float(reduce[slowest].sum()),
+        expert_s=float(routed[slowest].sum()),
         flops=float(flops.sum()),
     )
 
 
+def _slow_flops(case: Scenario) -> float:
+    """FLOPs of a token's forward that dense products would make while they wait for grouped ones and the busiest rank;
+    0 for a dense model."""
+    experts = case.hf.experts
+    if experts is None:
+        return 0.0
+    own = 2 * case.hf.num_layers * experts.top_k * 3 * case.hf.hidden_size * experts.ffn_hidden_size
+    return own * (case.imbalance / case.constants.expert_efficiency - 1)
+
+
+def _exchange_seconds(case: Scenario) -> float:
+    """Of a token and layer, to its experts and back; 0 for a dense model. Each copy goes to one expert-parallel rank,
+    which may be on another node, and from there to those that have the expert's other parts."""
+    experts, layout, constants = case.hf.experts, case.config.actor.layout, case.constants
+    if experts is None:
+        return 0.0
+    inside = min(1.0, constants.gpus_per_node / (layout.expert * layout.expert_tensor))
+    near = inside - 1 / layout.expert + layout.expert_tensor - 1
+    seconds = near / constants.link(1) + (1 - inside) / (constants.network_bandwidth * constants.communication_efficiency)
+    return 2 * experts.top_k * case.imbalance / layout.tensor * case.hf.hidden_size * _BYTES * seconds
+
+
 def _data_seconds(case: Scenario, state: StateBytes) -> float:
-    """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks."""
+    """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks, of experts over those
+    that hold the same."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
-    ranks = layout.data * layout.context
-    link = constants.link(ranks * layout.tensor)
-    share = (ranks - 1) / ranks
-    # An all-reduce moves twice what a reduce-scatter does.
-    moved = state.gradients * share * (1 if actor.optimizer.distributed else 2)
-    moved += state.parameters * share if actor.optimizer.distributed else 0
+    experts = apart_parameters(case.hf, layout) * GRADIENT_BYTES / max(1, state.gradients)
+    moved_s = 0.0
+    for part, ranks, each in (
+        (1 - experts, layout.data * layout.context, layout.tensor),
+        (experts, layout.expert_replicas, layout.expert * layout.expert_tensor),
+    ):
+        share = part * (ranks - 1) / ranks / constants.link(ranks * each)
+        # An all-reduce moves twice what a reduce-scatter does.
+        moved_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
+        moved_s += share * state.parameters if actor.optimizer.distributed else 0
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
-    return moved / link + touched / constants.memory_bandwidth + carried / constants.host_bandwidth
+    return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth
