@@ -8,7 +8,7 @@ weights' type (t = tensor-parallel size; with sequence parallel the first term i
     selective   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
     full        h, and for the one layer that is being repeated what `none` has
 
-In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Scenario.imbalance`), with
+In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Calibration.imbalance`), with
 experts of f / e of their ffn (e: expert-tensor size) and E routing weights, that is instead of 3 ffn / t
 
     (k i (h e + 3 f) + 8 E) / t
@@ -146,13 +146,13 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     resident["framework"] = case.constants.framework_memory
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
     spare = 1 + case.constants.fragmentation
-    alive = _alive(case, stage)
-    repeated = tokens * size * activation_numbers(hf, actor, "none", case.imbalance)
-    kept = layers * tokens * size * activation_numbers(hf, actor, actor.recompute, case.imbalance) * alive
+    alive, imbalance = _alive(case, stage), case.constants.imbalance(layout)
+    repeated = tokens * size * activation_numbers(hf, actor, "none", imbalance)
+    kept = layers * tokens * size * activation_numbers(hf, actor, actor.recompute, imbalance) * alive
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
     inside = float(hf.ffn_hidden_size)
     if hf.experts is not None:
-        inside = 2 * hf.experts.top_k * case.imbalance * hf.hidden_size * layout.expert_tensor
+        inside = 2 * hf.experts.top_k * imbalance * hf.hidden_size * layout.expert_tensor
     layer = tokens * size * (whole + inside / layout.tensor)
     layer += repeated if actor.recompute == "full" else 0
     forward, update = {}, {}

@@ -69,7 +69,12 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
 
 def apart_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
     """Of a rank's elements those whose gradients are summed over `layout.expert_replicas`: experts, if they are split."""
-    return hf.num_layers // layout.pipeline * _layer_experts(hf, layout) if layout.expert > 1 else 0
+    return stage_experts(hf, layout) if layout.expert > 1 else 0
+
+
+def stage_experts(hf: HFModelConfig, layout: LayoutConfig) -> int:
+    """Of a rank's elements those of experts; 0 for a dense model."""
+    return hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
 
 
 def model_parameters(hf: HFModelConfig) -> int:
@@ -79,7 +84,7 @@ def model_parameters(hf: HFModelConfig) -> int:
 
 def expert_parameters(hf: HFModelConfig) -> int:
     """Elements of all experts; 0 for a dense model."""
-    return hf.num_layers * _layer_experts(hf, LayoutConfig())
+    return stage_experts(hf, LayoutConfig())
 
 
 def active_parameters(hf: HFModelConfig) -> int:

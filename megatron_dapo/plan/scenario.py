@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import Fraction
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.rollout import Workload
@@ -111,6 +112,10 @@ class Calibration:
         inside = ranks <= self.gpus_per_node
         return (self.nvlink_bandwidth if inside else self.network_bandwidth) * self.communication_efficiency
 
+    def imbalance(self, layout: LayoutConfig) -> float:
+        """Tokens that the busiest rank's experts get, over the mean; 1 where every rank has all experts."""
+        return self.expert_imbalance if layout.expert > 1 else 1.0
+
 
 def load_calibration(file: Path | None = None) -> Calibration:
     """The constants of `file`, or those that come with the package.
@@ -150,11 +155,6 @@ class Scenario:
     def model_bytes(self) -> float:
         """Of the whole model's weights."""
         return float(model_parameters(self.hf) * self.dtype_bytes)
-
-    @property
-    def imbalance(self) -> float:
-        """Tokens that the busiest rank's experts get, over the mean; 1 where every rank has all experts."""
-        return self.constants.expert_imbalance if self.config.actor.layout.expert > 1 else 1.0
 
     @property
     def head_parameters(self) -> int:

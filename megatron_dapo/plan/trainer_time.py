@@ -3,11 +3,12 @@
 A micro-batch of packed sequences of s tokens costs, in forward, 2 x (parameters in matrix products) x s for each and
 2 x layers x heads x head size x s^2 for causal attention; backward twice that; `recompute` the part that it repeats.
 Micro-batches are planned by the actor's own packing, so imbalance over data-parallel ranks and the last, half-empty
-micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The products
-of an output layer in float32 are added at the speed of that type; the last stage, which all wait for, makes them alone.
+micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The last
+stage, which all wait for, makes the output layer's products alone; those in float32 are added at the speed of that type.
 
-Of a mixture's experts a token's own count, at the speed of grouped products, on the busiest rank. A layer sends each
-token to them and back, in forward and in backward; data-parallel ranks that share experts wait for each other there.
+Of a mixture's experts a token's own count, at the speed of grouped products, on the busiest rank; a micro-batch reads
+the weights of all that the rank has, and adds to their gradients. A layer sends each token to its experts and back, in
+forward and in backward; data-parallel ranks that share experts wait for each other there.
 
 Nothing is assumed to overlap: tensor-, expert- and data-parallel communication is added to the arithmetic.
 """
@@ -19,8 +20,9 @@ import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes, active_parameters, apart_parameters
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes, active_parameters, apart_parameters, stage_experts
+from megatron_dapo.plan.scenario import Calibration, Scenario
 
 _BYTES = 2
 """Of a number that passes between ranks in bfloat16."""
@@ -98,15 +100,18 @@ def _pass(
     split = layout.tensor * layout.pipeline * layout.context
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
-    work += tokens * times * _slow_flops(case)
+    work += tokens * times * slow_flops(hf, layout, case.constants)
+    work += tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
     compute = work / (split * case.constants.peak_flops * efficiency)
+    touched = case.dtype_bytes * exchanges + (2 * GRADIENT_BYTES if times > 1 else 0)
+    compute += stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
     compute += tokens * head / (case.constants.float32_flops * efficiency)
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES
     layers = hf.num_layers / layout.pipeline
     reductions = exchanges * (2 if hf.experts is None else 1)
     reduce = tokens / layout.context * ring * layers * reductions / case.constants.link(layout.tensor)
-    routed = tokens / layout.context * layers * exchanges * _exchange_seconds(case)
+    routed = tokens / layout.context * layers * exchanges * exchange_seconds(hf, layout, case.constants)
     if layout.expert * layout.expert_tensor > layout.tensor * layout.context:
         compute, reduce, routed = (part.max(axis=0, keepdims=True) for part in (compute, reduce, routed))
     together = compute + reduce + routed
@@ -121,26 +126,26 @@ def _pass(
     )
 
 
-def _slow_flops(case: Scenario) -> float:
-    """FLOPs of a token's forward that dense products would make while they wait for grouped ones and the busiest rank;
-    0 for a dense model."""
-    experts = case.hf.experts
+def slow_flops(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:
+    """What a token's forward loses in its experts, to grouped products and the busiest rank, as FLOPs of dense products
+    that would take as long; 0 for a dense model."""
+    experts = hf.experts
     if experts is None:
         return 0.0
-    own = 2 * case.hf.num_layers * experts.top_k * 3 * case.hf.hidden_size * experts.ffn_hidden_size
-    return own * (case.imbalance / case.constants.expert_efficiency - 1)
+    own = 2 * hf.num_layers * experts.top_k * 3 * hf.hidden_size * experts.ffn_hidden_size
+    return own * (constants.imbalance(layout) / constants.expert_efficiency - 1)
 
 
-def _exchange_seconds(case: Scenario) -> float:
-    """Of a token and layer, to its experts and back; 0 for a dense model. Each copy goes to one expert-parallel rank,
-    which may be on another node, and from there to those that have the expert's other parts."""
-    experts, layout, constants = case.hf.experts, case.config.actor.layout, case.constants
+def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:
+    """Of a token and layer on a rank, to its experts and back; 0 for a dense model. Each copy goes to one
+    expert-parallel rank, which may be on another node, and from there to those that have the expert's other parts."""
+    experts = hf.experts
     if experts is None:
         return 0.0
     inside = min(1.0, constants.gpus_per_node / (layout.expert * layout.expert_tensor))
     near = inside - 1 / layout.expert + layout.expert_tensor - 1
     seconds = near / constants.link(1) + (1 - inside) / (constants.network_bandwidth * constants.communication_efficiency)
-    return 2 * experts.top_k * case.imbalance / layout.tensor * case.hf.hidden_size * _BYTES * seconds
+    return 2 * experts.top_k * constants.imbalance(layout) / layout.tensor * hf.hidden_size * _BYTES * seconds
 
 
 def _data_seconds(case: Scenario, state: StateBytes) -> float:

@@ -20,19 +20,19 @@ from megatron_dapo.plan.memory import (
 )
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.actor.gloo import run_ranks
-from tests.actor.tiny import random_sequences, save_tiny
+from tests.actor.tiny import MIXTURE, random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
 
 HF = BUILT_IN["Qwen2.5-32B"]
 
 
-def saved_bytes(place: RankPlace, folder, recompute: str, tokens: int) -> int:
+def saved_bytes(place: RankPlace, folder, recompute: str, tokens: int, layout: dict | None = None) -> int:
     """Bytes of storage that autograd keeps for backward after the forward pass of one sequence, weights not counted."""
     import torch
 
     from tests.actor.ranks import build, micro_batch
 
-    built = build(place, folder, {}, recompute=recompute)
+    built = build(place, folder, layout or {}, recompute=recompute)
     [chunk] = built.chunks
     chunk.train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
@@ -61,6 +61,22 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, t
     measured = (per_layer[1] - per_layer[0]) / 2
     hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(), recompute=recompute)
     planned = tokens * 4 * activation_numbers(hf, actor, recompute)
+    assert 1.0 <= measured / planned <= more
+
+
+@pytest.mark.parametrize(("recompute", "more"), [("full", 1.1), ("none", 2.0)])
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "expert": 2}], ids=str)
+def test_activations_of_a_layer_with_experts_are_those_that_autograd_keeps(layout, recompute, more, tmp_path):
+    """The mean of ranks that share experts: what one has too many tokens, the other has too few."""
+    tokens, per_layer, ranks = 128, [], layout.get("data", 1)
+    shape = {"hidden_size": 128, "moe_intermediate_size": 96}
+    for layers in (2, 4):
+        folder = save_tiny(tmp_path / f"{layers}", MIXTURE, tied=False, num_hidden_layers=layers, **shape)
+        per_layer.append(sum(run_ranks(ranks, saved_bytes, folder, recompute, tokens, layout)) / ranks)
+    measured = (per_layer[1] - per_layer[0]) / 2
+    hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(**layout), recompute=recompute)
+    planned = tokens * 4 * activation_numbers(hf, actor, recompute)
+    print(recompute, layout, measured / planned)
     assert 1.0 <= measured / planned <= more
 
 
