@@ -58,16 +58,15 @@ def test_the_planner_gives_the_passes_that_were_measured_with_experts(tmp_path, 
     run = write_run(tmp_path / "run", model=EXPERTS)
     config = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(config | {"actor": {"recompute": recompute}}))
-    entries, constants = calibrate(tmp_path, "--peak-flops", "1e7", run=run)
+    entries, constants = calibrate(tmp_path, "--peak-flops", "1e9", run=run)
     hf = HFModelConfig.of(EXPERTS, shown="test")
     tokens = (LINE["length"] + 5) * LINE["responses"]
     forward = forward_flops(hf, np.array([LINE["length"] + 5])).item() * LINE["responses"]
     own = 2 * 2 * 2 * 3 * 64 * 32 * tokens
     forward += own * (1 / constants.expert_efficiency - 1)
     times = 3 if recompute == "none" else 4
-    assert entries["train_efficiency"]["value"] == pytest.approx(min(1, times * forward / (24 * 1e7)), rel=1e-3)
-    assert entries["forward_efficiency"]["value"] == pytest.approx(min(1, forward / (6 * 1e7)), rel=1e-3)
-    assert 0 < entries["train_efficiency"]["value"] < 1
+    assert entries["train_efficiency"]["value"] == pytest.approx(times * forward / (24 * 1e9), rel=1e-3)
+    assert entries["forward_efficiency"]["value"] == pytest.approx(forward / (6 * 1e9), rel=1e-3)
 
 
 def test_lengths_are_those_of_the_responses(tmp_path):
