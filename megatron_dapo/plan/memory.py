@@ -8,8 +8,8 @@ weights' type (t = tensor-parallel size; with sequence parallel the first term i
     selective   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
     full        h, and for the one layer that is being repeated what `none` has
 
-In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Calibration.imbalance`), with
-experts of f / e of their ffn (e: expert-tensor size) and E routing weights, that is instead of 3 ffn / t
+In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Calibration.imbalance`),
+has f / e of an expert's ffn f (e: expert-tensor size), and E routing weights a token; instead of 3 ffn / t that is
 
     (k i (h e + 3 f) + 8 E) / t
 

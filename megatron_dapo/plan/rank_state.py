@@ -68,7 +68,7 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
 
 
 def apart_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
-    """Of a rank's elements those whose gradients are summed over `layout.expert_replicas`: experts, if they are split."""
+    """Of a rank's elements those whose gradients are summed over `layout.expert_replicas`: experts that are split."""
     return stage_experts(hf, layout) if layout.expert > 1 else 0
 
 

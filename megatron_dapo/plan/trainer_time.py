@@ -4,7 +4,7 @@ A micro-batch of packed sequences of s tokens costs, in forward, 2 x (parameters
 2 x layers x heads x head size x s^2 for causal attention; backward twice that; `recompute` the part that it repeats.
 Micro-batches are planned by the actor's own packing, so imbalance over data-parallel ranks and the last, half-empty
 micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The last
-stage, which all wait for, makes the output layer's products alone; those in float32 are added at the speed of that type.
+stage, which all wait for, makes the output layer's products alone; those in float32 are added at that type's speed.
 
 Of a mixture's experts a token's own count, at the speed of grouped products, on the busiest rank; a micro-batch reads
 the weights of all that the rank has, and adds to their gradients. A layer sends each token to its experts and back, in

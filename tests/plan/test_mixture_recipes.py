@@ -47,15 +47,15 @@ def test_a_recipe_fits_on_its_gpus(name):
 
 
 @cache
-def lengths(case: Scenario) -> np.ndarray:
+def lengths() -> np.ndarray:
     """Two mini-batches of sequences."""
-    drawn = groups(case.workload, seed=0)
+    drawn = groups(recipe("h100_16").workload, seed=0)
     return np.array([length for _ in range(64) for length in next(drawn).lengths]) + 200
 
 
 def training_seconds(case: Scenario) -> float:
     """Of a rollout step's log-probs and updates, from two mini-batches of them."""
-    own = lengths(recipe("h100_16"))
+    own = lengths()
     state = max((rank.state for rank in trainer_memory(case)), key=lambda one: one.total)
     return 8 * log_prob_time(case, own).seconds + 8 * sum(
         update_time(case, part, state).seconds for part in (own[:512], own[512:])
@@ -75,20 +75,17 @@ def best_of(case: Scenario, layout: LayoutConfig) -> float | None:
 
 
 def neighbours(layout: LayoutConfig) -> set[LayoutConfig]:
-    """Half and twice of each size, with data parallel taking what is left of as many GPUs."""
-    found = set()
-    for name, factor in itertools.product(("tensor", "pipeline", "context", "expert", "expert_tensor"), (0.5, 2)):
-        sizes = {name: int(getattr(layout, name) * factor)}
-        tensor = sizes.get("tensor", layout.tensor)
-        if layout.expert == 1 and name in ("tensor", "expert_tensor"):
-            tensor = sizes["tensor"] = sizes["expert_tensor"] = int(layout.tensor * factor)
-        if layout.expert_tensor > 1 and name == "expert" and factor > 1:
-            sizes |= {"expert": layout.tensor * layout.context, "expert_tensor": 1}
-        other = dataclasses.replace(layout, **sizes, sequence_parallel=tensor > 1) if min(sizes.values()) else layout
-        split = other.tensor * other.pipeline * other.context
-        if layout.world_size % split == 0:
-            found.add(dataclasses.replace(other, data=layout.world_size // split))
-    return found - {layout}
+    """One way of cutting twice as fine and another half as fine, on as many GPUs; other cuts of the experts."""
+    ways = itertools.permutations(("tensor", "pipeline", "context", "data"), 2)
+    found = [{up: getattr(layout, up) * 2, down: getattr(layout, down) // 2} for up, down in ways]
+    apart = layout.tensor * layout.context
+    found += [{"expert": size, "expert_tensor": 1} for size in (2, 4, apart, 2 * apart)] + [{"expert": 1}]
+    made = set()
+    for sizes in (one for one in found if min(one.values()) > 0):
+        other = dataclasses.replace(layout, **sizes)
+        other = dataclasses.replace(other, sequence_parallel=other.tensor > 1)
+        made.add(dataclasses.replace(other, expert_tensor=other.tensor) if other.expert == 1 else other)
+    return {other for other in made - {layout} if other.world_size == layout.world_size}
 
 
 @pytest.mark.parametrize("name", GPUS)

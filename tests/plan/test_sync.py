@@ -86,8 +86,8 @@ def test_buckets_that_do_not_fit_beside_the_servers_cache_are_named(constants):
 
 
 def test_experts_are_gathered_from_the_ranks_that_hold_them(constants):
-    """Qwen3-30B-A3B on one node, by hand: dense weights from TP 2, experts from EP 8; a layer's gate and up projections,
-    which servers fuse, are kept on rank 0."""
+    """Qwen3-30B-A3B on one node, by hand: dense weights from TP 2, experts from EP 8; gate and up projections of a
+    layer, which servers fuse, are kept on rank 0."""
     hf = BUILT_IN["Qwen3-30B-A3B"]
     layout = {"actor.layout": LayoutConfig(tensor=2, data=4, sequence_parallel=True, expert=8)}
     case = Scenario(changed(recipe("distributed"), layout), hf, constants)

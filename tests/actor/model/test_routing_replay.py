@@ -226,7 +226,7 @@ def test_a_model_that_cannot_be_replayed_is_refused(tmp_path, experts):
 
 
 def rows_at_once(place: RankPlace, folder: Path, data: Columns, recompute: str) -> tuple[int, int, int]:
-    """Micro-batches, and how many of them had their rows on the device at the same time in log-probs and in an update."""
+    """Micro-batches, and of how many the rows were on the device at once: in log-probs, in an update."""
     config = actor_config(routing_replay=True, recompute=recompute)
     actor = start_actor(place, folder, config)
     batch = mini_batch(data, config, without=NONE_OF)
