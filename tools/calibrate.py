@@ -19,7 +19,7 @@ from megatron_dapo.plan.memory import kv_bytes_per_token
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.scenario import Calibration, load_calibration
 from megatron_dapo.plan.sync import readers_of_a_node
-from megatron_dapo.plan.trainer_time import forward_flops, recomputed
+from megatron_dapo.plan.trainer_time import exchange_seconds, forward_flops, recomputed, slow_flops
 from megatron_dapo.report.source import ReportError, Run, look_up
 from tools.recorded_spans import Span
 from tools.throughput import on_gpu
@@ -100,29 +100,35 @@ def _lengths(steps: Sequence[RecordedStep]) -> dict[str, Found]:
 def _trainer(
     run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration, prompt: float
 ) -> dict[str, Found]:
-    """Efficiency of the passes, without the communication of tensor parallelism, which the planner adds by itself."""
+    """Efficiency of the passes, without what the planner adds by itself: communication of tensor parallelism and of
+    experts, and what grouped products lose."""
     recorded = {step.step for step in steps}
     recompute: Any = run.setting("actor.recompute") or "none"
     layout = LayoutConfig(**look_up(run.manifest, "trainer.layout") or {})
     actor = ActorConfig(layout=layout, recompute=("core_attn",) if recompute == "selective" else recompute)
-    flops = again = 0.0
+    flops = again = slow = exchange = 0.0
     for line in run.lines:
         length = line.get("bias/accepted_length")
         if line["rollout_step"] in recorded and length:
             whole = np.array([length + prompt])
             responses = line["tokens/trained"] / length
             flops += forward_flops(hf, whole).item() * responses
-            again += recomputed(hf, actor, whole)[0].item() * responses
+            repeated, more = recomputed(hf, actor, whole)
+            tokens = whole.item() * responses
+            lost = slow_flops(hf, layout, constants) * tokens
+            again += repeated.item() * responses + lost * more
+            slow += lost
+            exchange += exchange_seconds(hf, layout, constants) * tokens * hf.num_layers * layout.tensor
     ranks = [rank for step in steps for rank in step.ranks]
     found = {}
     tensor = tensor_seconds(ranks, layers=hf.num_layers) or 0.0
-    busy = pass_seconds(steps, "update") - tensor
+    busy = pass_seconds(steps, "update") - tensor - exchange * (3 if recompute == "full" else 2)
     if flops and busy > 0:
-        share = (3 * flops + again) / (busy * constants.peak_flops)
+        share = (3 * (flops + slow) + again) / (busy * constants.peak_flops)
         found["train_efficiency"] = Found(min(1.0, share), "forward and backward passes of the update")
-    busy = pass_seconds(steps, "log_probs") - tensor / 2
+    busy = pass_seconds(steps, "log_probs") - tensor / 2 - exchange
     if flops and busy > 0:
-        share = flops / (busy * constants.peak_flops)
+        share = (flops + slow) / (busy * constants.peak_flops)
         found["forward_efficiency"] = Found(min(1.0, share), "passes for log-probs")
     probes = [span.about for rank in ranks for span in rank.spans if span.track == "probe"]
     if probes:

@@ -23,6 +23,7 @@ from tools.timeline_figures import Figures, RecordedStep, over, rank_rows, recor
 
 TEMPLATES = Path(__file__).parent / "templates"
 WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_AXES = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data", "EP": "expert"}
 _NEEDED = ("timing/step", "timing/update", "tokens/generated", "tokens/trained", "optimizer_step")
 
 
@@ -260,7 +261,7 @@ def _rank_cells(profile: Profile) -> list[list[str]]:
         table.append(
             [
                 str(place["rank"]),
-                f"TP {place['tensor']}, PP {place['pipeline']}, CP {place['context']}, DP {place['data']}",
+                ", ".join(f"{axis} {place[name]}" for axis, name in _AXES.items() if name in place),
                 _shown(row["compute"] / row["update"] if row["update"] else None, ".1%"),
                 _shown(row["peak"][call] if row["peak"] else None, "GB"),
                 call,

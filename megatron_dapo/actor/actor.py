@@ -107,7 +107,7 @@ class MegatronActor:
         self.memory.offload(*parts_at_rest(config.offload))
 
     def place(self) -> dict[str, int]:
-        """This rank's place in the layout: {"tensor": 1, "pipeline": 0, "context": 0, "data": 0}."""
+        """This rank's place in the layout: {"tensor": 1, "pipeline": 0, "context": 0, "data": 0, "expert": 0}."""
         from megatron.core import parallel_state
 
         return {
@@ -115,6 +115,7 @@ class MegatronActor:
             "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
             "context": self.passes.context_rank,
             "data": self.passes.data_rank,
+            "expert": parallel_state.get_expert_model_parallel_rank(),
         }
 
     @contextmanager

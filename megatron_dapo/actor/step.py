@@ -9,6 +9,7 @@ however it is cut. Under context parallelism every rank has the log-probs of who
 T tokens of a rank's row, n response tokens predicted there, N_mb of the whole micro-batch, N of the whole message.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -183,7 +184,6 @@ class ForwardBackward:
                 device=self.device,
                 context_parallel=self.layout.context,
                 context_rank=self.context_rank,
-                routing=None if packed.routing is None else self._to_device(packed.routing),
                 counted=None if expert_counts is None else self._to_device(packed.continued.astype(np.float64)),
                 counts=expert_counts,
             ),
@@ -203,7 +203,12 @@ class ForwardBackward:
             if self.clock is not None:
                 self.clock.describe(tokens=item.packed.input_ids.size)
             ids, positions = item.tokens.unbind()
-            return chunk(ids, positions, None, packed_seq_params=item.sequences), partial(loss, item)
+            sequences = item.sequences
+            if item.packed.routing is not None:
+                # By micro-batch, in an object that Megatron drops after backward: all rows at once are gigabytes.
+                sequences = copy.copy(sequences)
+                sequences.routing = self._to_device(item.packed.routing)
+            return chunk(ids, positions, None, packed_seq_params=sequences), partial(loss, item)
 
         iterators = [iter(inputs) for _ in self.chunks]
         one = len(self.chunks) == 1

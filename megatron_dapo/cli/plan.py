@@ -11,7 +11,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
-from megatron_dapo.plan.rank_state import model_parameters
+from megatron_dapo.plan.rank_state import active_parameters, model_parameters
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
 
 
@@ -39,7 +39,11 @@ def _tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Change
     """The plan as JSON holds it: bytes, seconds, tokens."""
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
     return {
-        "model": {"source": source, "parameters": model_parameters(plan.case.hf)},
+        "model": {
+            "source": source,
+            "parameters": model_parameters(plan.case.hf),
+            "active": active_parameters(plan.case.hf),
+        },
         "fits": plan.fits,
         "gpu_memory": plan.case.constants.gpu_memory,
         "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
@@ -66,4 +70,5 @@ def _page(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Change
     """templates/plan.txt.j2 of it."""
     named = {"source": source, "plan": plan, "splits": splits, "ways": ways, "case": plan.case, "step": plan.step}
     named |= {"parameters": model_parameters(plan.case.hf), "shared": share_gpus(plan.case.config)}
+    named |= {"active": active_parameters(plan.case.hf)}
     return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named)

@@ -51,6 +51,11 @@ class LayoutConfig:
         """Number of trainer processes."""
         return self.tensor * self.pipeline * self.context * self.data
 
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of a stage that hold the same part of the same experts."""
+        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:

@@ -111,7 +111,8 @@ def needed_host_memory(config: Config, hf: HFModelConfig, processes: int) -> flo
     parts = host_memory(Scenario(config, hf, load_calibration()), float(config.model.context_length))
     needed = sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
     layout = config.actor.layout
-    first = min(processes, layout.tensor * layout.pipeline)  # data-parallel ranks; they write what all hold
+    # The first data-parallel ranks write what all hold, the first that hold an expert its weights.
+    first = min(processes, max(layout.tensor, layout.expert * layout.expert_tensor) * layout.pipeline)
     writing = min(processes, layout.world_size) if config.actor.optimizer.distributed else first
     needed += processes * max(parts["a trainer process"], parts["a server process"])
     return needed + writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]

@@ -9,6 +9,13 @@ weights' type (t = tensor-parallel size; with sequence parallel the first term i
     mlp         without the MLP's input after its norm, h, and without 3 ffn / t
     full        h, and for the one layer that is being repeated what `none` has
 
+In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Calibration.imbalance`),
+has f / e of an expert's ffn f (e: expert-tensor size), and E routing weights a token; instead of 3 ffn / t that is
+
+    (k i (h e + 3 f) + 8 E) / t
+
+and its backward needs, instead of ffn / t, a routed token's gradient before and after the exchange, 2 k i h e / t.
+
 Backward of a layer's MLP needs besides the gradients of the first product's output, less what is freed by then
 (ffn / t), and of its input (h); with sequence parallel also that input, gathered again (h). On the last stage this and
 the logits are not there at the same time: the larger counts.
@@ -42,6 +49,9 @@ _TOKEN_BYTES = 28
 
 _CHECKPOINT_STATE_BYTES = 12
 """Of a parameter: weight and two moments in float32."""
+
+_ROUTER_NUMBERS = 8
+"""Of an expert and token: logit, probability, and where it goes, in numbers of bfloat16."""
 
 _ROUTING_COPIES = 4
 """Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
@@ -109,7 +119,7 @@ def repeated_layers(actor: ActorConfig, layers: float) -> float:
     return layers if actor.recompute == "full" else 0
 
 
-def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: Recompute) -> float:
+def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: Recompute, imbalance: float = 1.0) -> float:
     """What a rank keeps of one layer and token, in numbers, without what is made again in backward. A number of layers
     to recompute: of a layer that is not among them."""
     tensor = actor.layout.tensor
@@ -120,8 +130,14 @@ def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: Recompu
     again = recompute if isinstance(recompute, tuple) else ()
     rotated = 0 if "core_attn" in again else heads + kv_heads
     attention = (heads + 2 * kv_heads + rotated + heads) * head_dim
-    mlp = 0 if "mlp" in again else hf.hidden_size / whole + 3 * hf.ffn_hidden_size / tensor
-    return 3 * hf.hidden_size / whole + attention / tensor + mlp
+    normed = 0.0 if {"mlp", "layernorm"}.intersection(again) else hf.hidden_size / whole
+    mlp = 3.0 * hf.ffn_hidden_size
+    if hf.experts is not None:
+        numbers = hf.hidden_size * actor.layout.expert_tensor + 3 * hf.experts.ffn_hidden_size
+        mlp = hf.experts.top_k * imbalance * numbers + _ROUTER_NUMBERS * hf.experts.count
+    if {"mlp", "moe"}.intersection(again):
+        mlp = 0.0
+    return 3 * hf.hidden_size / whole + normed + (attention + mlp) / tensor
 
 
 def _alive(case: Scenario, stage: int) -> float:
@@ -144,12 +160,16 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     resident["framework"] = case.constants.framework_memory
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
     spare = 1 + case.constants.fragmentation
-    repeated = tokens * size * activation_numbers(hf, actor, "none")
-    whole_again, kept_of = repeated_layers(actor, layers), partial(activation_numbers, hf, actor)
+    alive, imbalance = _alive(case, stage), case.constants.imbalance(layout)
+    kept_of = partial(activation_numbers, hf, actor, imbalance=imbalance)
+    repeated, whole_again = tokens * size * kept_of("none"), repeated_layers(actor, layers)
     numbers = whole_again * kept_of("full") + (layers - whole_again) * kept_of(actor.recompute)
-    kept = tokens * size * numbers * _alive(case, stage)
+    kept = tokens * size * numbers * alive
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
-    layer = tokens * size * (whole + hf.ffn_hidden_size / layout.tensor)
+    inside = float(hf.ffn_hidden_size)
+    if hf.experts is not None:
+        inside = 2 * hf.experts.top_k * imbalance * hf.hidden_size * layout.expert_tensor
+    layer = tokens * size * (whole + inside / layout.tensor)
     layer += repeated if whole_again else repeated - tokens * size * kept_of(actor.recompute)
     forward, update = {}, {}
     if stage == layout.pipeline - 1:
@@ -161,6 +181,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
+    if rows := tokens * routing_bytes(case.config, hf):
+        forward["routing"], update["routing"] = float(rows), rows * alive
     sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
     items = {

@@ -180,8 +180,18 @@ def _trainer_ways(case: Scenario) -> Iterator[Changes]:
     if not actor.offload.optimizer_state:
         recomputes.append(recomputes[-1] | {"actor.offload.optimizer_state": True})
     fused = [{}] if actor.fused_linear_log_prob else [{}, {"actor.fused_linear_log_prob": True}]
-    for parts in itertools.product([{}, *_larger_layouts(case)], budgets, recomputes, fused):
+    layouts = [{}, *_more_experts_apart(case), *_larger_layouts(case)]
+    for parts in itertools.product(layouts, budgets, recomputes, fused):
         yield {key: value for part in parts for key, value in part.items()}
+
+
+def _more_experts_apart(case: Scenario) -> Iterator[dict[str, Any]]:
+    """Larger expert-parallel sizes on the same GPUs."""
+    if case.hf.experts is not None:
+        for size in (2, 4, 8, 16, 32, 64):
+            change = {"actor.layout.expert": size}
+            if size > case.config.actor.layout.expert and _possible(case.changed(change)):
+                yield change
 
 
 def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:
@@ -233,7 +243,7 @@ def other_splits(plan: Plan) -> list[Plan]:
             if isinstance(actor.recompute, int):
                 other = other.changed({"actor.recompute": least_recompute(other)})
             found[layout] = make_plan(other)
-    return [found[one] for one in sorted(found, key=lambda one: (one.world_size, one.tensor, one.pipeline))]
+    return [found[one] for one in sorted(found, key=lambda one: (one.world_size, one.tensor, one.pipeline, one.expert))]
 
 
 def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:
@@ -242,14 +252,22 @@ def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:
     pipelines = {own.pipeline, max(1, own.pipeline // 2), own.pipeline * 2}
     found = [
         dataclasses.replace(
-            own, tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=own.sequence_parallel and tensor > 1
+            own,
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            expert=expert,
+            sequence_parallel=tensor > 1 and (own.sequence_parallel or own.tensor == 1),
         )
-        for tensor, pipeline, data in itertools.product(tensors, pipelines, {1, 2, 4, 8, 16, 32, own.data})
+        for tensor, pipeline, data, expert in itertools.product(
+            tensors, pipelines, {1, 2, 4, 8, 16, 32, own.data}, {own.expert, max(1, own.expert // 2), own.expert * 2}
+        )
     ]
 
     def unlikeness(one: LayoutConfig) -> tuple[object, ...]:
         distance = abs(math.log2(one.world_size / own.world_size))
-        return (one != own, distance, one.tensor != own.tensor, one.pipeline != own.pipeline, one.tensor, one.pipeline)
+        others = (one.expert != own.expert, one.tensor != own.tensor, one.pipeline != own.pipeline)
+        return (one != own, distance, *others, one.tensor, one.pipeline, one.expert)
 
     return sorted(found, key=unlikeness)
 

@@ -1,8 +1,8 @@
 """Bytes of parameters, gradients and optimizer state of one trainer rank, as Megatron-Core lays them out.
 
 Gradients are float32; so are master weights and both moments of Adam. With the distributed optimizer each data- and
-context-parallel rank owns an equal part of the last two. Megatron pads its buffers besides, by kilobytes; that is not
-counted.
+context-parallel rank owns an equal part of the last two; of experts, which have buffers of their own, each rank that
+holds the same ones. Megatron pads its buffers besides, by kilobytes; that is not counted.
 """
 
 import dataclasses
@@ -43,9 +43,8 @@ def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int)
     held = stage_parameters(hf, layout, stage)
     owned = held
     if actor.optimizer.distributed:
-        experts = 0 if layout.expert == 1 else hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
-        replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
-        owned = math.ceil((held - experts) / (layout.data * layout.context) + experts / replicas)
+        experts = apart_parameters(hf, layout)
+        owned = math.ceil((held - experts) / (layout.data * layout.context) + experts / layout.expert_replicas)
     # Weights that are float32 already are their own master weights.
     masters = owned if dtype != "float32" else 0
     return StateBytes(
@@ -68,9 +67,30 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
     return elements
 
 
+def apart_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
+    """Of a rank's elements those whose gradients are summed over `layout.expert_replicas`: experts that are split."""
+    return stage_experts(hf, layout) if layout.expert > 1 else 0
+
+
+def stage_experts(hf: HFModelConfig, layout: LayoutConfig) -> int:
+    """Of a rank's elements those of experts; 0 for a dense model."""
+    return hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
+
+
 def model_parameters(hf: HFModelConfig) -> int:
     """Elements of the whole model, a tied embedding counted once."""
     return stage_parameters(hf, LayoutConfig(), 0)
+
+
+def expert_parameters(hf: HFModelConfig) -> int:
+    """Elements of all experts; 0 for a dense model."""
+    return stage_experts(hf, LayoutConfig())
+
+
+def active_parameters(hf: HFModelConfig) -> int:
+    """Elements that one token passes: of the experts those that it is sent to."""
+    unused = 0.0 if hf.experts is None else 1 - hf.experts.top_k / hf.experts.count
+    return model_parameters(hf) - round(unused * expert_parameters(hf))
 
 
 def _layer_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:

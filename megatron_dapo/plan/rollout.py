@@ -2,6 +2,7 @@
 
 All servers together are one: they hold equally many responses, which all grow by one token a decode step. A decode step
 reads the weights and the KV cache of what is running once, or calculates, whichever takes longer, and has an overhead.
+Of a mixture's experts it reads those that the responses on a server are sent to, each taken to be as likely.
 Prompts are dispatched as `coordinator.sampler` does it, by the same two functions: in prompt order, as many as the
 pass rate asks for, until the batch is full. The surplus is interrupted then and goes on in the next step, after its
 prefixes were read again; or its end is awaited, or it is given up.
@@ -117,7 +118,7 @@ class Fleet:
     """Seconds in which the fleet reads one response's prompt."""
 
     fixed_s: float
-    """Of a decode step: the overhead, and reading the weights."""
+    """Of a decode step: the overhead, and reading the weights that are no experts."""
 
     cache_s: float
     """Of a decode step, for each token of context that is running."""
@@ -131,9 +132,18 @@ class Fleet:
     head_s: float = 0.0
     """Of a decode step, for each response that is running, after all else: its output layer in float32."""
 
+    experts_s: float = 0.0
+    """Of a decode step: reading all experts."""
+
+    missed: float = 0.0
+    """Share of the experts that one response does not need."""
+
+    servers: int = 1
+
     def step_s(self, running: int, context: float) -> float:
         """Seconds of one decode step with `running` responses of `context` tokens in all."""
-        body_s = max(self.fixed_s + self.cache_s * context, self.overhead_s + self.response_s * running)
+        read_s = self.fixed_s + self.experts_s * (1 - self.missed ** (running / self.servers)) + self.cache_s * context
+        body_s = max(read_s, self.overhead_s + self.response_s * running)
         return body_s + self.head_s * running
 
 

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import Fraction
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
 from megatron_dapo.plan.rollout import Workload
@@ -33,15 +34,11 @@ def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
     """The sizes of the model in folder `path`, and where they were found.
 
     Raises:
-        ConfigError: the folder has no config.json and its name is not a built-in one, the config is not supported, or
-            it has experts.
+        ConfigError: the folder has no config.json and its name is not a built-in one, or the config is not supported.
     """
     folder = Path(path)
     if (folder / "config.json").is_file():
-        hf = HFModelConfig.load(folder)
-        if hf.experts is not None:
-            raise ConfigError(f"model.path = {path}: memory and time of a mixture of experts are not planned yet")
-        return hf, str(folder / "config.json")
+        return HFModelConfig.load(folder), str(folder / "config.json")
     if (name := folder.name.partition("@")[0]) in BUILT_IN:
         return BUILT_IN[name], f"built-in shape of {name}; {path} is not there"
     raise ConfigError(
@@ -89,6 +86,8 @@ class Calibration:
     gpus_per_node: PositiveFloat
     train_efficiency: Fraction
     forward_efficiency: Fraction
+    expert_efficiency: Fraction
+    expert_imbalance: Annotated[float, Field(ge=1)]
     prefill_efficiency: Fraction
     communication_efficiency: Fraction
     decode_efficiency: Fraction
@@ -112,6 +111,10 @@ class Calibration:
         """Bytes/s that collectives of `ranks` neighbouring GPUs reach: NVLink inside a node, else the network."""
         inside = ranks <= self.gpus_per_node
         return (self.nvlink_bandwidth if inside else self.network_bandwidth) * self.communication_efficiency
+
+    def imbalance(self, layout: LayoutConfig) -> float:
+        """Tokens that the busiest rank's experts get, over the mean; 1 where every rank has all experts."""
+        return self.expert_imbalance if layout.expert > 1 else 1.0
 
 
 def load_calibration(file: Path | None = None) -> Calibration:

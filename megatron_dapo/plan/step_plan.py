@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from megatron_dapo.plan.memory import ServerMemory
-from megatron_dapo.plan.rank_state import StateBytes
+from megatron_dapo.plan.rank_state import StateBytes, expert_parameters
 from megatron_dapo.plan.rollout import Fleet, fill_batches, groups, mean_running_context
 from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.sync import sync_seconds
@@ -111,7 +111,7 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
     update_s = sum(update.seconds for update in updates)
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
     lengths = np.concatenate([one.lengths for one in filled])
-    names = ("compute_s", "bubble_s", "tensor_s", "data_s")
+    names = ("compute_s", "bubble_s", "tensor_s", "expert_s", "data_s")
     return StepPlan(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
@@ -156,12 +156,16 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
     speed = constants.peak_flops * constants.prefill_efficiency * case.config.rollout.tensor_parallel
+    experts = expert_parameters(hf) * case.dtype_bytes / case.config.rollout.tensor_parallel
     return Fleet(
         slots=count * each,
         mean_prompt=workload.mean_prompt,
         prefill_s=prefill / speed / count,
         # The copy of the output layer's weight in float32 is written and read.
-        fixed_s=overhead + (memory.weights + memory.head) / bandwidth,
+        fixed_s=overhead + (memory.weights - experts + memory.head) / bandwidth,
+        experts_s=experts / bandwidth,
+        missed=1 - hf.experts.top_k / hf.experts.count if hf.experts else 0.0,
+        servers=count,
         cache_s=memory.kv_bytes_per_token / bandwidth / count,
         overhead_s=overhead,
         response_s=2 * matrix_parameters(hf) / speed / count,

@@ -1,5 +1,6 @@
 """New weights on their way to the servers, in seconds and bytes, by `rollout.weight_sync` (docs/weight_sync.md)."""
 
+from megatron_dapo.plan.rank_state import expert_parameters
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 EXPORT_FILE_BYTES = 5 * 10**9
@@ -20,8 +21,9 @@ def sync_seconds(case: Scenario) -> float:
         write = max(model / constants.disk_write, model / constants.checksum_bandwidth)
         return model / constants.gather_bandwidth + write + read
     layout = case.config.actor.layout
-    shards = layout.tensor * layout.pipeline
-    gather = model * (1 - 1 / shards) / constants.link(shards)
+    experts, split = expert_parameters(case.hf) * case.dtype_bytes, layout.expert * layout.expert_tensor
+    parts = ((model - experts, layout.tensor * layout.pipeline), (experts, split * layout.pipeline))
+    gather = sum(size * (1 - 1 / shards) / constants.link(shards) for size, shards in parts)
     if way == "tensor":
         # To the host once; then every rank of every server takes its share, each over a link of its own.
         share = model / case.config.rollout.tensor_parallel
@@ -37,7 +39,13 @@ def readers_of_a_node(servers: float, gpus: int, constants: Calibration) -> floa
 
 def largest_parameter(case: Scenario) -> float:
     """Bytes of the embedding, or of the fused gate and up projection: never cut, so the least that a bucket takes."""
-    return float(max(case.hf.vocab_size, 2 * case.hf.ffn_hidden_size) * case.hf.hidden_size * case.dtype_bytes)
+    ffn = case.hf.ffn_hidden_size if case.hf.experts is None else case.hf.experts.ffn_hidden_size
+    return float(max(case.hf.vocab_size, 2 * ffn) * case.hf.hidden_size * case.dtype_bytes)
+
+
+def experts_held_back(case: Scenario) -> float:
+    """Bytes of a layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them."""
+    return 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
 
 
 def bucket_bytes(case: Scenario) -> float:
@@ -49,7 +57,8 @@ def rank_bytes(case: Scenario) -> float:
     """On the GPU of trainer rank 0: the whole of one parameter is gathered there, and joined once more, in a copy
     (`disk`) or in its bucket."""
     largest = largest_parameter(case)
-    return largest + (largest if case.config.rollout.weight_sync == "disk" else bucket_bytes(case))
+    joined = largest if case.config.rollout.weight_sync == "disk" else bucket_bytes(case)
+    return largest + joined + experts_held_back(case)
 
 
 def server_bytes(case: Scenario) -> float:

@@ -3,10 +3,14 @@
 A micro-batch of packed sequences of s tokens costs, in forward, 2 x (parameters in matrix products) x s for each and
 2 x layers x heads x head size x s^2 for causal attention; backward twice that; `recompute` the part that it repeats.
 Micro-batches are planned by the actor's own packing, so imbalance over data-parallel ranks and the last, half-empty
-micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The products
-of an output layer in float32 are added at the speed of that type; the last stage, which all wait for, makes them alone.
+micro-batch are in it. A pipeline of p stages with v chunks each adds (p - 1) / v micro-batches of bubble. The last
+stage, which all wait for, makes the output layer's products alone; those in float32 are added at that type's speed.
 
-Nothing is assumed to overlap: tensor-parallel and data-parallel communication is added to the arithmetic.
+Of a mixture's experts a token's own count, at the speed of grouped products, on the busiest rank; a micro-batch reads
+the weights of all that the rank has, and adds to their gradients. A layer sends each token to its experts and back, in
+forward and in backward; data-parallel ranks that share experts wait for each other there.
+
+Nothing is assumed to overlap: tensor-, expert- and data-parallel communication is added to the arithmetic.
 """
 
 import dataclasses
@@ -16,10 +20,10 @@ import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.plan.memory import repeated_layers
-from megatron_dapo.plan.rank_state import StateBytes, model_parameters
-from megatron_dapo.plan.scenario import Scenario
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes, active_parameters, apart_parameters, stage_experts
+from megatron_dapo.plan.scenario import Calibration, Scenario
 
 _BYTES = 2
 """Of a number that passes between ranks in bfloat16."""
@@ -36,6 +40,9 @@ class PassTime:
     tensor_s: float
     """Tensor-parallel communication."""
 
+    expert_s: float = 0.0
+    """Tokens on their way to experts and back."""
+
     data_s: float = 0.0
     """Gradients and weights over data-parallel ranks, and the optimizer's own work."""
 
@@ -45,12 +52,13 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """Together."""
-        return self.compute_s + self.bubble_s + self.tensor_s + self.data_s
+        return self.compute_s + self.bubble_s + self.tensor_s + self.expert_s + self.data_s
 
 
 def matrix_parameters(hf: HFModelConfig) -> int:
-    """Parameters that multiply every token: all but the embedding, whose rows are looked up; a tied one multiplies."""
-    return model_parameters(hf) - (0 if hf.tied else hf.vocab_size * hf.hidden_size)
+    """Parameters that multiply a token: all active ones but the embedding, whose rows are looked up; a tied one
+    multiplies."""
+    return active_parameters(hf) - (0 if hf.tied else hf.vocab_size * hf.hidden_size)
 
 
 def forward_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
@@ -64,74 +72,123 @@ def attention_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
 
 
 def recomputed(hf: HFModelConfig, actor: ActorConfig, lengths: np.ndarray) -> tuple[np.ndarray, float]:
-    """What `actor.recompute` repeats: FLOPs of sequences of these lengths, each, and all-reduces of a layer."""
+    """What `actor.recompute` repeats: FLOPs of sequences of these lengths, each, and which part of a layer's exchanges
+    between ranks."""
     layers, lengths = hf.num_layers / actor.layout.pipeline, lengths.astype(float)
     if isinstance(actor.recompute, tuple):
-        mlp = "mlp" in actor.recompute
-        flops = 2.0 * hf.num_layers * 3 * hf.hidden_size * hf.ffn_hidden_size * lengths * mlp
-        return flops + attention_flops(hf, lengths) * ("core_attn" in actor.recompute), float(mlp)
+        width = hf.ffn_hidden_size * ("mlp" in actor.recompute)
+        if hf.experts is not None:
+            width = hf.experts.top_k * hf.experts.ffn_hidden_size * ("moe" in actor.recompute)
+        flops = 2.0 * hf.num_layers * 3 * hf.hidden_size * width * lengths
+        more = 0.5 * ("mlp" in actor.recompute) + ("moe" in actor.recompute)
+        return flops + attention_flops(hf, lengths) * ("core_attn" in actor.recompute), more
     share = repeated_layers(actor, layers) / layers
     head = 2 * hf.vocab_size * hf.hidden_size * lengths
-    return share * (forward_flops(hf, lengths) - head), 2 * share
+    return share * (forward_flops(hf, lengths) - head), share
 
 
 def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     """One forward pass over sequences of `lengths` (prompt and response)."""
-    return _pass(
-        case, lengths, forward_flops(case.hf, lengths), case.constants.forward_efficiency, reductions=2, heads=1
-    )
+    flops, efficiency = forward_flops(case.hf, lengths), case.constants.forward_efficiency
+    return _pass(case, lengths, flops, efficiency, times=1, exchanges=1, heads=1)
 
 
 def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
     """One optimizer step over a mini-batch; `state`: the fullest rank's."""
-    forward, actor = forward_flops(case.hf, lengths), case.config.actor
-    again, reductions = recomputed(case.hf, actor, lengths)
+    forward = forward_flops(case.hf, lengths)
+    again, more = recomputed(case.hf, case.config.actor, lengths)
     work, efficiency = 3 * forward + again, case.constants.train_efficiency
-    one = _pass(case, lengths, work, efficiency, reductions=4 + reductions, heads=4)
+    one = _pass(case, lengths, work, efficiency, times=3 + more, exchanges=2 + more, heads=4)
     return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
 
 
 def _pass(
-    case: Scenario, lengths: np.ndarray, flops: np.ndarray, efficiency: float, *, reductions: float, heads: int
+    case: Scenario,
+    lengths: np.ndarray,
+    flops: np.ndarray,
+    efficiency: float,
+    *,
+    times: float,
+    exchanges: float,
+    heads: int,
 ) -> PassTime:
-    """`flops`: of each sequence. `reductions`: all-reduces of a layer's activations, all passes together. `heads`:
+    """`flops`: of each sequence. `times`: the forward's products that are in them. `exchanges`: of a layer's
+    activations, all passes together: all-reduces after attention and after a dense MLP; to experts and back. `heads`:
     products of an output layer in float32."""
     hf, layout = case.hf, case.config.actor.layout
     plan = plan_for_actor(lengths, case.config.actor, hidden_size=hf.hidden_size)
     split = layout.tensor * layout.pipeline * layout.context
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
-    compute = work / (split * case.constants.peak_flops * efficiency)
     tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
     if layout.pipeline > 1:  # rows of one length: padding costs what a token does
         padding = tokens.max(axis=1, keepdims=True) - tokens
-        compute += padding * flops.sum() / lengths.sum() / (split * case.constants.peak_flops * efficiency)
-        tokens = tokens + padding
+        work, tokens = work + padding * flops.sum() / lengths.sum(), tokens + padding
+    work += tokens * times * slow_flops(hf, layout, case.constants)
+    work += tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
+    compute = work / (split * case.constants.peak_flops * efficiency)
+    touched = case.dtype_bytes * exchanges + (2 * GRADIENT_BYTES if times > 1 else 0)
+    compute += stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
     compute += tokens * head / (case.constants.float32_flops * efficiency)
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES
     layers = hf.num_layers / layout.pipeline
+    reductions = exchanges * (2 if hf.experts is None else 1)
     reduce = tokens / layout.context * ring * layers * reductions / case.constants.link(layout.tensor)
-    slowest = int((compute + reduce).sum(axis=1).argmax())
+    routed = tokens / layout.context * layers * exchanges * exchange_seconds(hf, layout, case.constants)
+    if layout.expert * layout.expert_tensor > layout.tensor * layout.context:
+        compute, reduce, routed = (part.max(axis=0, keepdims=True) for part in (compute, reduce, routed))
+    together = compute + reduce + routed
+    slowest = int(together.sum(axis=1).argmax())
     waiting = (layout.pipeline - 1) / (layout.virtual_pipeline or 1)
     return PassTime(
         compute_s=float(compute[slowest].sum()),
-        bubble_s=float(waiting * (compute + reduce)[slowest].mean()),
+        bubble_s=float(waiting * together[slowest].mean()),
         tensor_s=float(reduce[slowest].sum()),
+        expert_s=float(routed[slowest].sum()),
         flops=float(flops.sum()),
     )
 
 
+def slow_flops(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:
+    """What a token's forward loses in its experts, to grouped products and the busiest rank, as FLOPs of dense products
+    that would take as long; 0 for a dense model."""
+    experts = hf.experts
+    if experts is None:
+        return 0.0
+    own = 2 * hf.num_layers * experts.top_k * 3 * hf.hidden_size * experts.ffn_hidden_size
+    return own * (constants.imbalance(layout) / constants.expert_efficiency - 1)
+
+
+def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:
+    """Of a token and layer on a rank, to its experts and back; 0 for a dense model. Each copy goes to one
+    expert-parallel rank, which may be on another node, and from there to those that have the expert's other parts."""
+    experts = hf.experts
+    if experts is None:
+        return 0.0
+    inside = min(1.0, constants.gpus_per_node / (layout.expert * layout.expert_tensor))
+    near = inside - 1 / layout.expert + layout.expert_tensor - 1
+    seconds = near / constants.link(1) + (1 - inside) / (
+        constants.network_bandwidth * constants.communication_efficiency
+    )
+    return 2 * experts.top_k * constants.imbalance(layout) / layout.tensor * hf.hidden_size * _BYTES * seconds
+
+
 def _data_seconds(case: Scenario, state: StateBytes) -> float:
-    """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks."""
+    """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks, of experts over those
+    that hold the same."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
-    ranks = layout.data * layout.context
-    link = constants.link(ranks * layout.tensor)
-    share = (ranks - 1) / ranks
-    # An all-reduce moves twice what a reduce-scatter does.
-    moved = state.gradients * share * (1 if actor.optimizer.distributed else 2)
-    moved += state.parameters * share if actor.optimizer.distributed else 0
+    experts = apart_parameters(case.hf, layout) * GRADIENT_BYTES / max(1, state.gradients)
+    moved_s = 0.0
+    for part, ranks, each in (
+        (1 - experts, layout.data * layout.context, layout.tensor),
+        (experts, layout.expert_replicas, layout.expert * layout.expert_tensor),
+    ):
+        share = part * (ranks - 1) / ranks / constants.link(ranks * each)
+        # An all-reduce moves twice what a reduce-scatter does.
+        moved_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
+        moved_s += share * state.parameters if actor.optimizer.distributed else 0
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
-    return moved / link + touched / constants.memory_bandwidth + carried / constants.host_bandwidth
+    return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth

@@ -14,7 +14,8 @@ from megatron_dapo.config import load_config
 from megatron_dapo.doctor import config_checks, machine_checks
 from megatron_dapo.doctor.config_checks import ON_GPUS, bytes_on_disk, examine, findings_of, needed_host_memory
 from megatron_dapo.doctor.probing import Facts, Status
-from megatron_dapo.plan.scenario import BUILT_IN, changed
+from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, host_memory
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, load_calibration
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 
@@ -254,6 +255,18 @@ def test_memory_counts_a_checkpoint_of_the_ranks_that_write_it():
     config, hf = load_config(RECIPES / "h100_16.yaml"), BUILT_IN["Qwen2.5-32B"]
     needed = needed_host_memory(config, hf, processes=8)
     assert needed == pytest.approx(902.4e9, rel=1e-3), "8 x (53.2 + 57.3), 10.3 of the coordinator, 8.1 of an export"
+
+
+def test_ranks_that_hold_different_experts_all_write_them():
+    """Eight ranks of one node, EP 8: dense weights of one of them, experts of all."""
+    config = load_config(RECIPES / "h100_16.yaml", ["actor.layout.tensor=1", "actor.layout.sequence_parallel=false"])
+    config = changed(config, {"actor.layout.data": 8, "actor.layout.expert": 8, "actor.offload.optimizer_state": False})
+    hf = BUILT_IN["Qwen3-30B-A3B"]
+    parts = host_memory(Scenario(config, hf, load_calibration()), config.model.context_length)
+    needed = needed_host_memory(config, hf, processes=8)
+    without = needed_host_memory(changed(config, {"run.checkpoint_in_background": False}), hf, processes=8)
+    assert needed - without == pytest.approx(8 * (parts[CHECKPOINT_STATE] + parts[CHECKPOINT_WEIGHTS]))
+    assert 8 * parts[CHECKPOINT_WEIGHTS] > 2 * 30.5e9
 
 
 def test_the_plan_says_nothing_of_the_memory_of_a_machine_without_gpus(config):

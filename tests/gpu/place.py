@@ -57,6 +57,7 @@ def serve(
     context: int = 512,
     gpus: tuple[str, ...] = (),
     shares_memory: bool = False,
+    routed_experts: bool = False,
     report: Callable[[str], None] = print,
     **fields: Any,
 ) -> T:
@@ -72,8 +73,10 @@ def serve(
         log_path=log,
         gpus=gpus,
         shares_memory=shares_memory,
+        routed_experts=routed_experts,
     )
-    fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=vocabulary, report=report)
+    told = {"report": report, "routed_experts": routed_experts}
+    fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=vocabulary, **told)  # type: ignore[arg-type]
 
     async def whole() -> T:
         try:

@@ -20,19 +20,19 @@ from megatron_dapo.plan.memory import (
 )
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.actor.gloo import run_ranks
-from tests.actor.tiny import random_sequences, save_tiny
+from tests.actor.tiny import MIXTURE, random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
 
 HF = BUILT_IN["Qwen2.5-32B"]
 
 
-def saved_bytes(place: RankPlace, folder, recompute: Recompute, tokens: int) -> int:
+def saved_bytes(place: RankPlace, folder, recompute: Recompute, tokens: int, layout: dict | None = None) -> int:
     """Bytes of storage that autograd keeps for backward after the forward pass of one sequence, weights not counted."""
     import torch
 
     from tests.actor.ranks import build, micro_batch
 
-    built = build(place, folder, {}, recompute=recompute)
+    built = build(place, folder, layout or {}, recompute=recompute)
     [chunk] = built.chunks
     chunk.train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
@@ -62,6 +62,21 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(recompute, more, t
         per_layer.append(kept)
     measured = (per_layer[1] - per_layer[0]) / 2
     hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(), recompute=recompute)
+    planned = tokens * 4 * activation_numbers(hf, actor, recompute)
+    assert 1.0 <= measured / planned <= more
+
+
+@pytest.mark.parametrize(("recompute", "more"), [("full", 1.1), ("none", 2.0)])
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "expert": 2}], ids=str)
+def test_activations_of_a_layer_with_experts_are_those_that_autograd_keeps(layout, recompute, more, tmp_path):
+    """The mean of ranks that share experts: what one has too many tokens, the other has too few."""
+    tokens, per_layer, ranks = 128, [], layout.get("data", 1)
+    shape = {"hidden_size": 128, "moe_intermediate_size": 96}
+    for layers in (2, 4):
+        folder = save_tiny(tmp_path / f"{layers}", MIXTURE, tied=False, num_hidden_layers=layers, **shape)
+        per_layer.append(sum(run_ranks(ranks, saved_bytes, folder, recompute, tokens, layout)) / ranks)
+    measured = (per_layer[1] - per_layer[0]) / 2
+    hf, actor = HFModelConfig.load(folder), ActorConfig(layout=LayoutConfig(**layout), recompute=recompute)
     planned = tokens * 4 * activation_numbers(hf, actor, recompute)
     assert 1.0 <= measured / planned <= more
 
@@ -188,3 +203,29 @@ def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
     assert copied({}) == pytest.approx([12 / ranks, 2], rel=0.1)
     assert copied({"actor.optimizer.distributed": False}) == pytest.approx([12, 2], rel=0.1)
     assert copied({"run.checkpoint_in_background": False}) == [0, 0]
+
+
+def test_routed_tokens_and_their_rows_take_memory_where_experts_are(constants):
+    """By hand, EP 8 of one node: a layer's own activations, the busiest rank's; rows of one micro-batch, not of all."""
+    hf = BUILT_IN["Qwen3-30B-A3B"]
+    layout = {"actor.layout": LayoutConfig(data=8, expert=8), "actor.recompute": "none"}
+    config = changed(load_config(RECIPES / "h100_16.yaml"), layout | {"actor.routing_replay": True})
+    [rank] = trainer_memory(Scenario(config, hf, constants))
+    attention = ((32 + 8) + (32 + 4) + 32) * 128
+    experts = 8 * constants.expert_imbalance * (2048 + 3 * 768) + 8 * 128
+    layer = 22528 * 2 * (4 * 2048 + attention + experts)
+    assert rank.items["update"]["activations"] == pytest.approx(48 * layer * (1 + constants.fragmentation))
+    assert rank.items["update"]["routing"] == rank.items["log-probs"]["routing"] == 22528 * 48 * 8
+    [without] = trainer_memory(Scenario(changed(config, {"actor.routing_replay": False}), hf, constants))
+    assert "routing" not in without.items["update"]
+
+
+def test_a_checkpoint_s_weights_are_those_of_all_experts(constants):
+    """Each rank writes its own experts' state; of weights a first rank of those that hold the same."""
+    hf = BUILT_IN["Qwen3-30B-A3B"]
+    layout = {"actor.layout": LayoutConfig(tensor=2, data=8, sequence_parallel=True, expert=8)}
+    parts = host_memory(Scenario(changed(load_config(RECIPES / "h100_16.yaml"), layout), hf, constants), 5000.0)
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = 30.532e9 - experts
+    assert parts[CHECKPOINT_STATE] == pytest.approx(12 * (dense / 2 / 8 + experts / 16), rel=0.01)
+    assert parts[CHECKPOINT_WEIGHTS] == pytest.approx(2 * (dense / 2 + experts / 8), rel=0.01)

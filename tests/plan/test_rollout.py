@@ -54,6 +54,14 @@ def test_arithmetic_bounds_a_decode_step_from_below():
     )
 
 
+def test_a_decode_step_reads_the_experts_that_its_responses_need():
+    """Two of eight experts a token on two servers: of one response each a quarter, of two each 7/16, of many all."""
+    fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=1.0, experts_s=16.0, missed=0.75, servers=2)
+    assert fleet.step_s(2, context=0) == 1 + 4
+    assert fleet.step_s(4, context=0) == 1 + 7
+    assert fleet.step_s(400, context=0) == pytest.approx(1 + 16)
+
+
 @pytest.mark.parametrize(
     ("interrupts", "seconds", "tokens"),
     [(False, (11.0, 2.0), (22, 4)), (True, (5.0, 4.0), (10, 8))],  # the batch is full when two useful ones are written

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_dapo.config import load_config
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan import sync
 from megatron_dapo.plan.memory import host_memory, trainer_memory
 from megatron_dapo.plan.planner import make_plan, remedies
@@ -82,3 +83,20 @@ def test_buckets_that_do_not_fit_beside_the_servers_cache_are_named(constants):
     [misfit] = plan.misfits
     assert (misfit.part, misfit.needed) == ("server", constants.framework_memory + 2 * (8192 << 20))
     assert remedies(plan.case) == [{"rollout.sync_bucket_mb": 1024}]
+
+
+def test_experts_are_gathered_from_the_ranks_that_hold_them(constants):
+    """Qwen3-30B-A3B on one node, by hand: dense weights from TP 2, experts from EP 8; gate and up projections of a
+    layer, which servers fuse, are kept on rank 0."""
+    hf = BUILT_IN["Qwen3-30B-A3B"]
+    layout = {"actor.layout": LayoutConfig(tensor=2, data=4, sequence_parallel=True, expert=8)}
+    case = Scenario(changed(recipe("distributed"), layout), hf, constants)
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    dense = 2 * model_parameters(hf) - experts
+    link = constants.nvlink_bandwidth * constants.communication_efficiency
+    network = constants.network_bandwidth * constants.communication_efficiency
+    expected = (dense * 1 / 2 + experts * 7 / 8) / link + (dense + experts) / network
+    assert sync.sync_seconds(case) == pytest.approx(expected)
+    embedding, held = 2 * 151936 * 2048, 2 * 128 * 2 * 768 * 2048
+    bucket = max(case.config.rollout.sync_bucket_mb << 20, embedding)
+    assert trainer_memory(case)[0].items["weight sync"]["sync bucket"] == embedding + bucket + held

@@ -96,3 +96,100 @@ def test_data_parallel_moves_gradients_and_weights_once(constants):
     one = update_time(case(constants, tensor=8, data=2), EQUAL[:2] // 8, state)
     link = constants.network_bandwidth * constants.communication_efficiency
     assert one.data_s == pytest.approx(3e9 / link + 6e9 / constants.memory_bandwidth)
+
+
+MIXTURE = BUILT_IN["Qwen3-30B-A3B"]
+EXPERT = 3 * 2048 * 768
+
+
+def mixture(constants, recompute: Recompute = "none", **layout) -> Scenario:
+    return dataclasses.replace(case(constants, recompute, **layout), hf=MIXTURE)
+
+
+def test_a_token_passes_its_own_experts_only():
+    attention = 2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048
+    vectors = 48 * (2 * 2048 + 2 * 128) + 2048
+    weights = 48 * (attention + 128 * 2048 + 8 * EXPERT) + vectors + 2048 * 151936
+    assert forward_flops(MIXTURE, np.array([1000])).item() == pytest.approx(
+        2 * 1000 * weights + 2 * 48 * 32 * 128 * 1000**2
+    )
+
+
+@pytest.mark.parametrize(("recompute", "times", "reads"), [("none", 3, 2), (12, 3.25, 2.25), ("full", 4, 3)])
+def test_grouped_products_are_slower_and_each_micro_batch_reads_all_experts(recompute, times, reads, free):
+    """Eight micro-batches of one sequence; all experts on the rank, so that no rank is busier than another."""
+    one = update_time(mixture(free, recompute), EQUAL, NO_STATE)
+    own = 2 * 48 * 8 * EXPERT * EQUAL.sum()
+    dense = forward_flops(MIXTURE, EQUAL).sum() - own
+    speed = free.peak_flops * free.train_efficiency
+    memory = 8 * 48 * 128 * EXPERT * (2 * reads + 8) / free.memory_bandwidth
+    head = 2 * MIXTURE.vocab_size * MIXTURE.hidden_size * EQUAL.sum() * (times - 3)  # not made again
+    assert one.compute_s == pytest.approx((times * (dense + own / free.expert_efficiency) - head) / speed + memory)
+    assert (one.expert_s, one.flops) == (0, pytest.approx(3 * (dense + own)))
+
+
+def test_the_busiest_rank_has_more_tokens(free):
+    layout = {"data": 8, "expert": 8}
+    even = dataclasses.replace(free, expert_imbalance=1.0)
+    more = [update_time(mixture(each, **layout), EQUAL, NO_STATE).compute_s for each in (free, even)]
+    own = 3 * 2 * 48 * 8 * EXPERT * 4096 / free.expert_efficiency / (free.peak_flops * free.train_efficiency)
+    assert more[0] - more[1] == pytest.approx((free.expert_imbalance - 1) * own)
+
+
+@pytest.mark.parametrize(
+    ("layout", "near", "far"),
+    [
+        ({"data": 8, "expert": 8}, 7 / 8, 0.0),
+        ({"data": 16, "expert": 16}, 7 / 16, 8 / 16),
+        ({"tensor": 2, "sequence_parallel": True, "data": 4, "expert": 8}, 7 / 8, 0.0),
+        # Two halves of each expert: a copy goes to another pair, and in a pair to both.
+        ({"tensor": 2, "sequence_parallel": True, "data": 4, "expert": 4, "expert_tensor": 2}, 3 / 4 + 1, 0.0),
+    ],
+    ids=str,
+)
+def test_tokens_go_to_their_experts_and_back(layout, near, far, constants):
+    """Eight copies of a token there and back, in forward and backward; experts on two nodes are half as near."""
+    lengths = np.full(16, 4096)
+    one = update_time(mixture(constants, **layout), lengths, NO_STATE)
+    rows = len(lengths) / layout["data"]
+    copies = rows * 4096 / layout.get("tensor", 1) * 8 * constants.expert_imbalance
+    share = near / constants.nvlink_bandwidth + far / constants.network_bandwidth
+    moved = copies * 2048 * 2 * 48 * 2 * 2
+    assert one.expert_s == pytest.approx(moved * share / constants.communication_efficiency)
+    forward = log_prob_time(mixture(constants, **layout), lengths)
+    assert forward.expert_s == pytest.approx(one.expert_s / 2)
+
+
+def test_attention_alone_is_reduced_over_tensor_parallel_ranks(constants):
+    """A dense layer reduces twice in a pass."""
+    one = update_time(mixture(constants, tensor=4, sequence_parallel=True, expert_tensor=4), EQUAL, NO_STATE)
+    moved = 2 * 3 / 4 * EQUAL.sum() * 2048 * 2 * 48 * 2
+    assert one.tensor_s == pytest.approx(moved / (constants.nvlink_bandwidth * constants.communication_efficiency))
+
+
+def test_ranks_that_share_experts_wait_for_each_other(free):
+    """Of two micro-batches each rank has a long and a short one, at different times."""
+    lengths = np.array([4096, 4000, 3000, 2900])
+    together, apart = (log_prob_time(mixture(free, data=2, **each), lengths) for each in ({"expert": 2}, {}))
+    alone = [log_prob_time(mixture(free), np.array([length])).compute_s for length in lengths]
+    assert apart.compute_s < sum(alone)
+    plan = [together.compute_s, apart.compute_s]
+    assert plan[0] > plan[1]
+
+
+def test_gradients_of_experts_are_summed_over_fewer_ranks(constants):
+    """By hand, TP 1, DP 16, EP 8: a sixteenth of the dense part stays, half of the experts'."""
+    layout = {"data": 16, "expert": 8}
+    experts = 48 * 128 // 8 * EXPERT
+    state = StateBytes(parameters=2 * 4 * experts, gradients=4 * 4 * experts, master_weights=0, moments=0)
+    one = update_time(mixture(constants, **layout), np.full(16, 100), state)
+    link = constants.network_bandwidth * constants.communication_efficiency
+    moved = 6 * (3 * experts * 15 / 16 + experts * 1 / 2)
+    assert one.data_s == pytest.approx(moved / link + 6 * 4 * experts / constants.memory_bandwidth)
+
+
+def test_the_last_stage_makes_the_output_layer_alone(free):
+    """All wait for it: what the four stages do on average, and three quarters of that layer more."""
+    whole, staged = (log_prob_time(case(free, pipeline=size), EQUAL).compute_s for size in (1, 4))
+    layer = 2 * HF.vocab_size * HF.hidden_size * EQUAL.sum() / (free.peak_flops * free.forward_efficiency)
+    assert staged == pytest.approx(whole / 4 + layer * 3 / 4)

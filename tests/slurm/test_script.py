@@ -39,6 +39,10 @@ def requested(text: str) -> list[str]:
         ("h100_128_colocated", 16),
         ("h100_128", 16),
         ("qwen2.5_7b_8gpu", 1),
+        ("../qwen3_30b_a3b/h100_16", 2),
+        ("../qwen3_30b_a3b/h100_16_colocated", 2),
+        ("../qwen3_30b_a3b/h100_32", 4),
+        ("../qwen3_30b_a3b/h100_32_colocated", 4),
     ],
 )
 def test_a_recipe_asks_for_the_nodes_of_its_layout(name, nodes):

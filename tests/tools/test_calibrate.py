@@ -13,7 +13,7 @@ from megatron_dapo.plan.scenario import Scenario, changed, load_calibration
 from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.trainer_time import forward_flops
 from tests.plan.conftest import RECIPES
-from tests.tools.test_profile_throughput import MODEL, write_run
+from tests.tools.test_profile_throughput import EXPERTS, MODEL, write_run
 from tests.tools.timelines import ZERO, write_timeline
 from tools import calibrate as calibrate_module
 from tools.profile_throughput import main
@@ -50,6 +50,23 @@ def test_efficiency_is_flops_over_the_seconds_of_the_passes(tmp_path):
         "unit": "FLOP/s of a GPU in bfloat16",
         "source": "given on the command line",
     }
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_planner_gives_the_passes_that_were_measured_with_experts(tmp_path, recompute):
+    """Its own formula, put together here, with the efficiency that was found, takes the seconds that were measured."""
+    run = write_run(tmp_path / "run", model=EXPERTS)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"actor": {"recompute": recompute}}))
+    entries, constants = calibrate(tmp_path, "--peak-flops", "1e9", run=run)
+    hf = HFModelConfig.of(EXPERTS, shown="test")
+    tokens = (LINE["length"] + 5) * LINE["responses"]
+    forward = forward_flops(hf, np.array([LINE["length"] + 5])).item() * LINE["responses"]
+    own = 2 * 2 * 2 * 3 * 64 * 32 * tokens
+    forward += own * (1 / constants.expert_efficiency - 1)
+    again = 0 if recompute == "none" else forward - 2 * hf.vocab_size * hf.hidden_size * tokens
+    assert entries["train_efficiency"]["value"] == pytest.approx((3 * forward + again) / (24 * 1e9), rel=1e-3)
+    assert entries["forward_efficiency"]["value"] == pytest.approx(forward / (6 * 1e9), rel=1e-3)
 
 
 def test_lengths_are_those_of_the_responses(tmp_path):

@@ -24,6 +24,9 @@ MODEL = {
     "rms_norm_eps": 1e-6,
 }
 LAYER = 64 * 128 + 128 + 64 * 64 + 3 * 64 * 128 + 2 * 64
+EXPERTS = MODEL | {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2}
+"""Of 16 experts a token passes two."""
+
 MATRIX = 2 * LAYER + 64 + 64 * 100
 """Parameters that multiply each token: two layers, the last norm, the head."""
 
@@ -47,7 +50,14 @@ def line(step: int, *, slow: float = 1.0) -> dict:
 
 
 def write_run(
-    folder: Path, *, device: str = "cuda:0", slow: float = 1.0, steps: int = 3, mode: str = "sync", **rollout
+    folder: Path,
+    *,
+    device: str = "cuda:0",
+    slow: float = 1.0,
+    steps: int = 3,
+    mode: str = "sync",
+    model: dict = MODEL,
+    **rollout,
 ) -> Path:
     folder.mkdir()
     lines = [line(1, slow=50.0), *(line(step, slow=slow) for step in range(2, steps + 1))]
@@ -57,7 +67,7 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     layout = {"tensor": 2, "pipeline": 2, "virtual_pipeline": None, "context": 1, "data": 1}
     trainer = {"device": device, "layout": layout, "parameters": 1000}
-    (folder / "manifest.json").write_text(json.dumps({"trainer": trainer, "model": {"config": MODEL}}))
+    (folder / "manifest.json").write_text(json.dumps({"trainer": trainer, "model": {"config": model}}))
     return folder
 
 
@@ -115,6 +125,16 @@ def test_phases_are_shares_of_the_step_without_the_first_one(profiled):
 def test_mfu_is_its_formula(profiled):
     forward = 2 * MATRIX * 6000 + 2 * 2 * 64 * 120**2 * (6000 / 120)
     assert profiled["mfu"] == pytest.approx(3 * forward / (40 * 4 * 1e9))
+
+
+def test_mfu_and_sync_of_a_mixture_are_those_of_active_and_of_all_parameters(tmp_path):
+    layer = LAYER - 128 - 3 * 64 * 128 + 64 * 16 + 2 * 16  # no biases, norms of the heads, a router; experts below
+    expert = 3 * 64 * 32
+    found = measured(write_run(tmp_path / "one", model=EXPERTS), "--peak-flops", "1e9")
+    active, whole = (2 * (layer + count * expert) + 64 + 64 * 100 for count in (2, 16))
+    forward = 2 * active * 6000 + 2 * 2 * 64 * 120**2 * (6000 / 120)
+    assert found["mfu"] == pytest.approx(3 * forward / (40 * 4 * 1e9))
+    assert found["sync_mb_per_s"] == pytest.approx((whole + 64 * 100) * 2 / 1e6 / 10)
 
 
 def test_weight_sync_is_the_models_bytes_over_its_seconds(profiled):

@@ -45,6 +45,7 @@ class Published:
     tensor: int
     pipeline: int
     assumed: str
+    expert: int = 1
     constants: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -63,6 +64,7 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
             "actor.layout.tensor": published.tensor,
             "actor.layout.pipeline": published.pipeline,
             "actor.layout.data": data,
+            "actor.layout.expert": published.expert,
             "actor.layout.sequence_parallel": True,
             "actor.recompute": "full",
             "run.mode": "colocated",

@@ -81,6 +81,7 @@ def build_model(
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
         if hf.experts is not None:
+            chunk.to(device.device)  # Megatron makes a router's weight on the CPU
             routing_replay.install(chunk)
         chunks.append(chunk)
     return chunks

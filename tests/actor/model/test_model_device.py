@@ -1,6 +1,7 @@
 """Megatron runs on the CPU without anything else in the process noticing, and AdamW is AdamW."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +155,29 @@ def test_the_memory_of_a_sent_tensor_is_kept_when_the_schedule_takes_it_out(monk
     for _ in range(cpu.KEPT_SENDS):
         send(torch.empty(1), 1)
     assert memory() is None
+
+
+def devices_of_parameters(place: RankPlace, folder: Path) -> dict[str, str]:
+    """Device of each parameter of a model that is to live elsewhere than where Megatron makes a router's weight."""
+    from megatron_dapo.actor.device import prepare
+
+    choice = prepare("cpu")
+    from megatron_dapo.actor.device import process_groups
+    from megatron_dapo.actor.model.hf_config import HFModelConfig
+    from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+
+    process_groups.initialise(
+        LayoutConfig(), rank=0, world_size=1, rendezvous=place.rendezvous, device=choice, timeout_s=60, seed=1
+    )
+    from megatron_dapo.actor.model.model_chunks import build_model
+
+    other = replace(choice, device=torch.device("meta"))
+    [chunk] = build_model(HFModelConfig.load(folder), ActorConfig(), "float32", other)
+    return {name: parameter.device.type for name, parameter in chunk.named_parameters()}
+
+
+def test_a_routers_weight_is_where_the_model_is(gloo, tmp_path):
+    """Megatron makes it on the CPU whatever the device; without the distributed optimizer it would stay there."""
+    [found] = gloo(1, devices_of_parameters, save_tiny(tmp_path / "moe", MIXTURE, tied=False))
+    assert any("router.weight" in name for name in found)
+    assert set(found.values()) == {"meta"}

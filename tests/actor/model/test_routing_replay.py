@@ -4,6 +4,7 @@ The reference is transformers' forward in float64 whose routers are told the exp
 none of them is what a router would have chosen.
 """
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,34 @@ def test_a_model_that_cannot_be_replayed_is_refused(tmp_path, experts):
     check_actor(hf, ActorConfig())
     with pytest.raises(ConfigError, match=f"actor.routing_replay = true: the model has {experts or 0} experts"):
         check_actor(hf, ActorConfig(routing_replay=True))
+
+
+def rows_at_once(place: RankPlace, folder: Path, data: Columns, recompute: str) -> tuple[int, int, int]:
+    """Micro-batches, and of how many the rows were on the device at once: in log-probs, in an update."""
+    config = actor_config(routing_replay=True, recompute=recompute)
+    actor = start_actor(place, folder, config)
+    batch = mini_batch(data, config, without=NONE_OF)
+    send, sent, most = actor.passes._to_device, [], []
+
+    def counted(array: np.ndarray) -> torch.Tensor:
+        tensor = send(array)
+        if array.dtype == np.uint8:
+            sent.append(weakref.ref(tensor))
+            most.append(sum(one() is not None for one in sent))
+        return tensor
+
+    actor.passes._to_device = counted
+    actor.log_probs(data.responses, batch.plan, TEMPERATURE)
+    first, count = max(most), len(most)
+    most.clear()
+    actor.update([batch], PolicyObjective(), TEMPERATURE)
+    return count, first, max(most)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_rows_come_to_the_device_with_their_micro_batch_and_leave_with_it(gloo, models, recompute):
+    folder, data, _, _ = models[0]
+    [(count, in_log_probs, in_update)] = gloo(1, rows_at_once, folder, data, recompute)
+    assert count > 3
+    # The next micro-batch's come before the loop lets go of the one before.
+    assert max(in_log_probs, in_update) <= 2
