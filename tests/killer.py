@@ -38,7 +38,10 @@ def kill(victim: str) -> None:
     if victim == "coordinator":
         os.kill(os.getpid(), signal.SIGKILL)
     process = find(victim)
-    if process is not None:
+    if process is None:
+        running = "\n".join(f"  {process}" for process in psutil.Process().children(recursive=True))
+        print(f"found no {victim} to kill among\n{running}", flush=True)
+    else:
         process.kill()
         print(f"killed {victim} {process.pid}", flush=True)
 

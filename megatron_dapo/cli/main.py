@@ -1,6 +1,7 @@
 """`megatron-dapo`: the commands. Each one imports its parts when it is called, so that `--help` is immediate."""
 
 import re
+import signal
 import sys
 import warnings
 from importlib.metadata import version
@@ -27,9 +28,12 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train by DAPO. `run.dir` names the run directory, `run.resume=true` continues it."""
-    from megatron_dapo.cli.train import train_command
+    from megatron_dapo.cli.train import STOP_SIGNALS, train_command
 
-    raise typer.Exit(train_command(config, overrides or []))
+    code = train_command(config, overrides or [])
+    for number in STOP_SIGNALS:  # Python takes a second to end; one more signal must not change the exit code
+        signal.signal(number, signal.SIG_IGN)
+    raise typer.Exit(code)
 
 
 @app.command()

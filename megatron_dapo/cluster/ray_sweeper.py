@@ -42,14 +42,17 @@ class RaySweeper:
         self.rays = os.path.join(folder, RAYS)
         import ray  # not by the program itself: it takes a second
 
-        command = [sys.executable, "-P", __file__, folder, os.path.dirname(ray.__file__)]
+        self._command = [sys.executable, "-P", __file__, folder, os.path.dirname(ray.__file__)]
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: a Ctrl-C or a kill of the run's process group must not end it first.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def close(self) -> None:
         """End what Ray's own shutdown has left, and remove the folder."""
+        if self._process.poll():  # somebody killed it
+            self._process = self._start()
         try:
             self._process.communicate(timeout=END_DEADLINE_S)  # ends its standard input
         except subprocess.TimeoutExpired:

@@ -16,7 +16,15 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.trainer_rank import WAITS, GpuMemory, TrainerRank, read_count, state_of, write_count
+from megatron_dapo.cluster.trainer_rank import (
+    LOOK_DEADLINE_S,
+    WAITS,
+    GpuMemory,
+    TrainerRank,
+    read_count,
+    state_of,
+    write_count,
+)
 from megatron_dapo.cluster.waits import Stalled, Waits
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.console import Count
@@ -29,9 +37,6 @@ T = TypeVar("T")
 
 WATCH_INTERVAL_S = 1.0
 """Between two looks at whether every rank still lives."""
-
-LOOK_DEADLINE_S = 30.0
-"""For each node to say what its ranks do, once they have given no answer."""
 
 DEATH_SHOWS_S = 3.0
 """After an error of a rank, time for the death of another rank to become known."""

@@ -18,6 +18,7 @@ import psutil
 import ray
 
 from megatron_dapo.config.root import Config
+from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.monitor.timeline import SpanFile
 from rollout.server.engine import free_port, group_environment
 
@@ -50,6 +51,14 @@ class GpuMemory:
 
 WAITS = "waits for other ranks"
 WRITING_S = 1.0
+LOOK_DEADLINE_S = 30.0
+"""For each node to say what its ranks do, once they have given no answer."""
+
+
+def collective_timeout_s(run: RunConfig) -> float:
+    """Of the ranks' process groups: past every deadline of the coordinator for them and its look at them, as a rank
+    that has left its collective waits for nobody any more. Twice the look, as the coordinator's clock begins later."""
+    return max(run.start_deadline_s, run.step_deadline_s) + 2 * LOOK_DEADLINE_S
 
 
 def state_of(run_dir: Path, rank: int, pid: int) -> str:
@@ -119,7 +128,7 @@ class TrainerRank:
             rendezvous=rendezvous,
             steps_per_rollout=config.algorithm.mini_batches_per_step,
             seed=config.run.seed,
-            timeout_s=config.run.step_deadline_s,
+            timeout_s=collective_timeout_s(config.run),
             keep_reference=config.algorithm.kl.coefficient > 0,
         )
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares

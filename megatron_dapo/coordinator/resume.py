@@ -18,7 +18,7 @@ from megatron_dapo.config.config_diff import differences, flatten_config, shown
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.data.hub import snapshot_of
 from megatron_dapo.monitor.writer import read_metrics
-from megatron_dapo.storage.ledger import read_ledger
+from megatron_dapo.storage.ledger import Event, LedgerError, read_ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 KEPT = (
@@ -45,7 +45,7 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
 
     Raises:
         RunDirError: one of them differs, and is named with both values; or a file of the run is damaged.
-        MetricsError, LedgerError: its metrics or its ledger hold a line that is none.
+        MetricsError, LedgerError: its metrics or its ledger hold a line that is none; or the ledger lost some.
     """
     stored, trained = run_dir.path / "config.yaml", run_dir.latest_checkpoint() is not None
     if not trained and not (stored.exists() and (run_dir.path / "manifest.json").exists()):
@@ -79,8 +79,13 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
         # What the run goes on writing, or reads at its end, must be readable.
         run_dir.read_json(BEFORE, "before", "baseline")
         read_metrics(run_dir.path)
-        if run_dir.ledger.exists():
-            read_ledger(run_dir.ledger)
+        saved = read_ledger(run_dir.ledger, {Event.CHECKPOINT}) if run_dir.ledger.exists() else []
+        there, known = {each.step for each in run_dir.checkpoints()}, {event["rollout_step"] for event in saved}
+        if reached - 1 in there - known:
+            raise LedgerError(
+                f"{run_dir.ledger}: it does not hold the checkpoint of step {reached - 1}: lines are lost; restore "
+                "the file from a copy"
+            )
     return [
         f"{key} = {shown(now)} from here on; the run in {run_dir.path} had {shown(then)}"
         for key, (then, now) in differences(flatten_config(before), flatten_config(config)).items()

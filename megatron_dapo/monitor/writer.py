@@ -185,13 +185,8 @@ class MetricsWriter:
             samples: responses as in samples.jsonl.
         """
         if self._tensorboard:
-            self._write_boards(at, values)
-            board, step = self._boards["rollout_step"], at["rollout_step"]
-            for name, numbers in (histograms or {}).items():
-                board.add_histogram(name, np.asarray(numbers), step)
-            for number, sample in enumerate(samples, start=1):
-                board.add_text(f"responses/{number}", sample_text(sample), step)
-            board.flush()
+            with naming(self._path.parent / "tensorboard"):
+                self._write_boards(at, values, histograms or {}, samples)
         if self._mirror is not None:
             self._mirror.write({name: at[name] for name in AXES} | dict(values), histograms or {}, samples)
 
@@ -201,7 +196,7 @@ class MetricsWriter:
         for board in self._boards.values():
             board.close()
 
-    def _write_boards(self, at: Row, values: Row) -> None:
+    def _write_boards(self, at: Row, values: Row, histograms: Histograms, samples: Sequence[Row]) -> None:
         # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -220,6 +215,12 @@ class MetricsWriter:
                 if value is not None:  # NaN is drawn by TensorBoard as what it is
                     self._boards[axis].add_scalar(name, value, at[axis])
             self._boards[axis].flush()
+        board, step = self._boards["rollout_step"], at["rollout_step"]
+        for name, numbers in histograms.items():
+            board.add_histogram(name, np.asarray(numbers), step)
+        for number, sample in enumerate(samples, start=1):
+            board.add_text(f"responses/{number}", sample_text(sample), step)
+        board.flush()
 
 
 def sample_text(sample: Row) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.experience.groups import EarlierTurn, ScoredGroup, ScoredResponse
-from megatron_dapo.storage.durable import sync_file
+from megatron_dapo.storage.durable import naming, sync_file
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 
@@ -39,14 +39,16 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
     prompts = np.concatenate([np.zeros(0, np.int32), *(group.prompt_ids for group in groups)])
     routed = [generation.routing for generation in generations if generation.routing is not None]
     arrays |= {"routing": np.concatenate(routed)} if routed else {}
-    np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
+    with naming(folder / f"{name}.npz"):
+        np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
     content = {
         "extra": dict(extra),
         "groups": [_group_json(group) for group in groups],
         "arrays": _digest((folder / f"{name}.npz").read_bytes()),
     }
     text = json.dumps(content)
-    (folder / f"{name}.json").write_text(f"{text}\n{_digest(text.encode())}\n")
+    with naming(folder / f"{name}.json"):
+        (folder / f"{name}.json").write_text(f"{text}\n{_digest(text.encode())}\n")
     for ending in ("json", "npz"):
         sync_file(folder / f"{name}.{ending}")
 

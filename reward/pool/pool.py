@@ -293,7 +293,8 @@ class RewardPool:
     async def _alone(self, job: Job, *, last: bool = False) -> Result:
         """The result of a worker that has nothing else to do meanwhile.
 
-        If a worker is lost that had done earlier work, which may be to blame, the job gets a second and last attempt.
+        If a worker is lost and something else may be to blame, such as earlier work, the job gets a second and last
+        attempt.
         """
         try:
             work = _Work([job])

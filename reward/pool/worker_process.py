@@ -40,7 +40,7 @@ class WorkerStartError(RuntimeError):
 
 
 class WorkerLost(Exception):
-    """A worker gave no results and must be replaced. `again`: earlier work of that worker may be to blame."""
+    """A worker gave no results and must be replaced. `again`: something else than its last work may be to blame."""
 
     def __init__(self, reason: str, seconds: float, again: bool) -> None:
         super().__init__(reason)
@@ -113,8 +113,8 @@ class WorkerProcess:
             reason, again = "timeout", False
         except ValueError as error:  # the worker still runs: there is no exit code to report
             reason = f"worker: {error}"[:200]
-        except (EOFError, OSError):
-            reason = await self._death()
+        except (EOFError, OSError):  # somebody else may have killed it, as the kernel does where memory is short
+            reason, again = await self._death(), True
         raise WorkerLost(reason, time.monotonic() - start, again)
 
     async def _send(self, content: bytes) -> None:

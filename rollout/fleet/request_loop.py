@@ -230,6 +230,8 @@ class RequestLoop:
             member.last_answer = time.monotonic()
             if reply.finish_reason is FinishReason.ABORT and not self._interrupted_since(publishes):
                 failure = f"{member.url} ended the response before its end"
+                if self.config.deterministic:  # what goes on from a prefix is computed in another order
+                    reply = None
         except ServerUnavailable as error:
             # SGLang answers 499 to what is aborted on its way to the scheduler.
             if not (self._interrupted_since(publishes) and member.serving and member.engine.alive()):
@@ -282,7 +284,7 @@ class RequestLoop:
         sampling = replace(request.sampling, max_new_tokens=response.stretch)
         # Where seeds count, a server uses one fixed seed for all requests without: equal prompts, equal responses.
         seed = request.seed if member.info.deterministic else None
-        # Deterministic responses are not streamed: one that continues from a prefix is computed in another order.
+        # Deterministic responses are not streamed: what a server did not finish is drawn again.
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
         kept, routed = segments if streams else None, None if request.routing is None else response.routed
         asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=kept, routed_from=routed)

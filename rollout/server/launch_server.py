@@ -99,6 +99,9 @@ def end_with_parent() -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the server until it is stopped. Call it as the first thing of a process."""
+    import setproctitle  # SGLang's: only a server needs it
+
+    setproctitle.getproctitle()  # finds where a title goes, which it cannot once the first variable has a new value
     end_with_parent()
     os.register_at_fork(after_in_child=end_with_parent)
     os.environ.update(environment(arguments))

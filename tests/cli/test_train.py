@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from megatron_dapo.cli import train
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cluster.waits import StopRequested
 from megatron_dapo.storage.run_dir import RunDirError
+from tests.processes import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,27 @@ def test_a_stop_signal_while_data_and_parts_are_read_means_continue_me(number, t
     shown = " ".join(capfd.readouterr().out.split())
     assert f"{number.name}: stopped before the run began; continue with: megatron-dapo train" in shown
     assert {each: signal.getsignal(each) for each in before} == before
+
+
+ENDING = """
+import atexit, sys, time
+from megatron_dapo.cli.main import main
+atexit.register(lambda: (print("ending", flush=True), time.sleep(1)))
+sys.argv = ["megatron-dapo", "train", "no-such.yaml"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_python_ends_changes_no_exit_code(number):
+    """A batch system that repeats its signal would else not see that the run is to be continued."""
+    process = subprocess.Popen([sys.executable, "-c", ENDING], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    while process.stdout.readline() != "ending\n":
+        assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(60) == ExitCode.CONFIG
+    process.stdout.close()
 
 
 @pytest.mark.parametrize(

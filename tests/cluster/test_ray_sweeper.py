@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dapo.cluster.ray_sweeper import RAYS, RaySweeper
@@ -59,6 +61,23 @@ def test_the_end_of_the_coordinator_is_enough(place):
     try:
         subprocess.run([sys.executable, "-c", program, str(link / "mine")], check=False, env=dict(os.environ))
         assert agent.wait(10) == -9
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+def test_a_sweeper_that_was_killed_is_made_up_for(place):
+    link, real = place
+    agent = holding(real / "mine" / RAYS / "session_1" / "log", "a", "ray::Agent")
+    try:
+        sweeper = RaySweeper(str(link / "mine"))
+        (process,) = (child for child in psutil.Process().children() if "ray_sweeper.py" in " ".join(child.cmdline()))
+        process.kill()
+        while process.status() != psutil.STATUS_ZOMBIE:  # not waited for: that is the sweeper's
+            time.sleep(0.01)
+        sweeper.close()
+        assert agent.wait(10) == -9
+        assert not (real / "mine").exists()
     finally:
         agent.kill()
         agent.wait()

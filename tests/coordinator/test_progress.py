@@ -3,6 +3,7 @@ newest intact one before it is offered."""
 
 import asyncio
 import dataclasses
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def plain(value):
 def test_what_was_saved_comes_back_equal(saved):
     progress, folder = saved
     assert plain(load_progress(folder)) == plain(progress)
+
+
+def test_a_file_for_which_the_disk_has_no_room_is_named(saved):
+    progress, folder = saved
+    (folder / "progress.json").unlink()
+    (folder / "progress.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/progress\.json'"):
+        save_progress(progress, folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/unfinished\.npz'"):
+            save_progress(progress, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_without_unfinished_groups_the_files_are_those_of_before(saved):

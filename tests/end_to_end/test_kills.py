@@ -118,9 +118,10 @@ def test_a_kill_changes_nothing_of_episodes(undisturbed_episodes, tmp_path, vict
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path):
-    """The other rank waits for it, and would answer no more than it does."""
+    """The other rank still waits for it when the coordinator looks, however late that is."""
     overrides = ("run.rollout_steps=50", "run.step_deadline_s=20")
-    running = Running(*arguments(tmp_path / "run", *overrides), log=tmp_path / "out.txt")
+    command = arguments(tmp_path / "run", *overrides)
+    running = Running(*command, log=tmp_path / "out.txt", module="tests.end_to_end.late_look")
     running.wait_for(" 1/50", 300)
     ranks = [process for process in running.marked() if " ".join(process.cmdline()).startswith("ray::TrainerRank")]
     (second,) = (rank for rank in ranks if any("trainer-rank1" in file.path for file in rank.open_files()))

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import resource
+import threading
 
 import numpy as np
 import pytest
@@ -98,6 +100,21 @@ SAMPLE = {
     "accuracy": False, "reward_shaped": -1.0, "extracted": None, "answer": "7", "prompt_text": "2 + 5 ?",
     "response": "**8**\n\n<b>"
 }  # fmt: skip
+
+
+def test_a_full_disk_under_tensorboard_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write(line(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/tensorboard'"):  # noqa: PT012
+            for step in range(2, 9):  # a thread writes: a later call has its error
+                writer.show(line(step), {}, {}, [SAMPLE | {"response": "x" * 5000}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_tensorboard_has_both_axes_and_forgets_what_a_resume_does_again(tmp_path):

@@ -194,17 +194,19 @@ def test_a_closed_pool_says_so_and_a_step_that_is_given_up_leaves_its_worker_to_
     assert verdicts[0].accuracy
 
 
-def test_a_worker_that_was_killed_by_others_is_replaced_and_the_step_asked_again(own, tmp_path):
+@pytest.mark.parametrize("used", [False, True])
+def test_a_worker_that_was_killed_by_others_is_replaced_and_the_step_asked_again(own, tmp_path, used):
     mark = tmp_path / "mark"
 
     async def ask():
         pool = RewardPool(RewardConfig(workers=1, environment_workers=1, timeout_s=20.0))
         try:
-            await pool.step(own("guess"), episode("7"))
-            workers = pool.worker_pids()
+            if used:
+                await pool.step(own("guess"), episode("7"))
             waiting = asyncio.ensure_future(pool.step(own("waits"), episode("7", truth=str(mark))))
             while not mark.exists():
                 await asyncio.sleep(0.05)
+            workers = pool.worker_pids()
             os.kill(int(mark.read_text()), 9)
             return workers, await waiting
         finally:

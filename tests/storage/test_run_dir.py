@@ -148,7 +148,7 @@ def begun(tmp_path):
     run_dir.write_text("config.yaml", dump_config(load_config(file)))
     run_dir.write_json("manifest.json", {"data": {"train": {"sha256": "abc"}, "heldout": {"sha256": "held"}}})
     run_dir.write_json("heldout_before.json", {"before": {}, "baseline": None})
-    run_dir.ledger.write_text('{"event": "dispatched"}\n')
+    run_dir.ledger.write_text('{"event": "dispatched"}\n{"event": "checkpoint", "rollout_step": 1}\n')
     (run_dir.path / "metrics.jsonl").write_text('{"rollout_step": 1}\n')
     run_dir.publish_checkpoint(run_dir.checkpoint_aside(1), 1, keep=2)
     yield run_dir, file
@@ -217,6 +217,14 @@ def test_a_damaged_line_of_the_records_is_named_before_anything_starts(begun, na
     records = run_dir.path / name
     records.write_text("garbage\n" + records.read_text())
     with pytest.raises(kind, match=f"{name}:1"):
+        check_resume(load_config(file), inputs(), run_dir)
+
+
+@pytest.mark.parametrize("content", [None, "", '{"event": "dispatched"}\n'])
+def test_a_ledger_that_lost_its_last_lines_is_named_before_anything_starts(begun, content):
+    run_dir, file = begun
+    run_dir.ledger.unlink() if content is None else run_dir.ledger.write_text(content)
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl: it does not hold the checkpoint of step 1"):
         check_resume(load_config(file), inputs(), run_dir)
 
 

@@ -131,6 +131,21 @@ def test_a_slow_server_keeps_nobody_waiting_and_its_tokens_are_not_lost() -> Non
     run(test)
 
 
+def test_a_response_that_a_slow_server_cut_is_drawn_again_where_the_same_seed_gives_the_same_run() -> None:
+    async def test() -> None:
+        servers = [StandIn(seconds_a_token=0.1), StandIn(seconds_a_token=0.001)]
+        for server in servers:
+            server.says = {"enable_deterministic_inference": True}
+        async with fleet_of(*servers, request_deadline_s=0.45, deterministic=True) as fleet:
+            answers = [await fleet.generate(request(f"r{i}", tokens=12)) for i in range(3)]
+        for generation in answers:
+            check_tokens(generation, 1, 12)
+        assert servers[0].prompts, "none was cut"
+        assert {tuple(prompt) for server in servers for prompt in server.prompts} == {(7,)}, "from its first token"
+
+    run(test)
+
+
 def test_the_next_attempt_is_elsewhere_even_where_a_group_is_at_home() -> None:
     """Places are scarce, so that the server that failed is probed and free again before the other one is."""
 

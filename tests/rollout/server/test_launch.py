@@ -21,6 +21,7 @@ from rollout.errors import ServerStartError
 from rollout.server import engine
 from rollout.server.engine import LocalServer, free_port, hold_port, launch_server, tail
 from rollout.server.server_command import ServerSpec, server_arguments
+from tests.processes import ROOT
 
 
 def spec(**changes: object) -> ServerSpec:
@@ -136,6 +137,40 @@ def test_the_processes_of_a_gpu_server_meet_without_a_port(launched: Callable[..
     place = launched("--device", "cuda")[launch_server.RENDEZVOUS]
     assert place.startswith(f"file:///proc/{os.getpid()}/fd/")
     os.close(int(place.rpartition("/")[2]))
+
+
+TITLED = """
+import sys, types
+from rollout.server import launch_server
+from rollout.wire import array_frames_server
+
+def serve(_):
+    from setproctitle import setproctitle
+    setproctitle("sglang::scheduler")
+    print(open("/proc/self/cmdline").read().strip(chr(0)))
+
+for name, what, value in (
+    ("sglang", "srt", None),
+    ("sglang.srt", "plugins", None),
+    ("sglang.srt.plugins", "load_plugins", lambda: None),
+    ("sglang.launch_server", "run_server", serve),
+    ("sglang.srt.server_args", "prepare_server_args", lambda _: types.SimpleNamespace()),
+    ("sglang.srt.utils", "kill_process_tree", lambda *_, **__: None),
+):
+    sys.modules[name] = types.ModuleType(name)
+    setattr(sys.modules[name], what, value)
+array_frames_server.add = lambda: None
+launch_server.main(["--device", "cuda"])
+"""
+"""A server whose SGLang only takes its title."""
+
+
+@pytest.mark.parametrize("first", ["HF_HUB_OFFLINE", "PATH"])
+def test_a_servers_processes_have_titles_whichever_variable_comes_first(first: str) -> None:
+    """The launcher gives HF_HUB_OFFLINE a new value, and so a new place in memory."""
+    variables = {first: "", "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", TITLED], env=variables, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "sglang::scheduler\n", done.stderr
 
 
 @pytest.mark.parametrize("elsewhere", [("--nccl-port", "3000"), ("--dp-size=2",), ("--dist-init-addr", "a:1")])
