@@ -104,6 +104,12 @@ class RolloutConfig:
     deterministic: bool = False
     """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
 
+    on_publish: Literal["restart", "recompute", "keep"] = "restart"
+    """When new weights come, running responses keep their tokens. `restart`: the fleet stops, and they go on at any
+    server. The others: each goes on at its server as soon as this has the weights; `disk` stops half of the servers at
+    a time. `recompute` reads the tokens with the new weights, `keep` goes on with the old keys and values (in-flight
+    update, PipelineRL, arXiv 2509.19128)."""
+
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
     shared memory, on the machine of trainer rank 0. `distributed`: a process group (NCCL; gloo on a CPU, or where a

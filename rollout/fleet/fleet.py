@@ -65,7 +65,7 @@ class RolloutFleet:
         self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
-        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self._served)
+        self._requests = RequestLoop(config, timing, balancer, self.vocab_size, self._served)
         trainers = self.fp32_head, self.routed_experts
         supervisor = self._supervisor = Supervisor(
             config, timing, self.members, balancer, publisher, self.report, deadline_s, *trainers, self.statistics
