@@ -236,7 +236,7 @@ def _of_run(config: Config) -> Iterator[str]:
         yield "rollout.urls: somebody else's servers are not on the trainer's GPUs; set run.mode to sync or async"
     if (publish := config.rollout.on_publish) != "restart":
         if config.rollout.deterministic:
-            yield f"rollout.on_publish = {publish}: what it leaves depends on timing; rollout.deterministic needs restart"
+            yield f"rollout.on_publish = {publish}: its tokens depend on timing; rollout.deterministic needs restart"
         if config.run.mode == "colocated":
             yield f"rollout.on_publish = {publish}: run.mode=colocated frees the KV cache; it needs restart"
         for option in config.rollout.extra_args if publish == "keep" else ():

@@ -12,8 +12,9 @@ A server is always stopped by ending its requests, never by SGLang's pause of ru
     `weight_version` is what the HTTP process knows when they come out. With the overlapped scheduler a batch is under
     way when it pauses.
   - The cache cannot be flushed while requests wait: a retracted request finds its prompt's old keys and values again.
-An answer that has ended was drawn by the old weights, whole. Under `keep` its keys and values stay in the prefix cache,
-where only the rest of this response, and others of its group that began with the same weights, find them (`Response.home`).
+An answer that has ended was drawn by the old weights, whole. Under `keep` its keys and values stay in the prefix cache.
+They are found by the rest of this response and by those of its group that began with the same weights, and by nobody
+else (`Response.home`).
 
 A server that fails on the way goes DOWN. Its supervisor restarts it and calls `bring_up_to_date`.
 """
@@ -276,8 +277,8 @@ class Publisher:
                 member.enter(State.DOWN, f"interruption of its requests: {error}")
 
     async def _drain(self, member: Member) -> None:
-        """Ends what the server draws; each request keeps its tokens and waits at the gate, or for the balancer to open if
-        the gate is open."""
+        """Ends what the server draws; each request keeps its tokens and waits at the gate if that is closed, else for
+        the balancer to open."""
         member.interruptions += 1
         deadline = time.monotonic() + self.timing.control_deadline_s
         next_abort = 0.0
@@ -291,8 +292,9 @@ class Publisher:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _stop_drawing(self, member: Member, *, flush: bool = True) -> None:
-        """Pauses the server, once it is idle if its cache is flushed: a request that is answered stays in SGLang's scheduler for up to a step
-        more, and in one that is paused for ever, so that the cache could not be flushed.
+        """Pauses the server, to flush its cache once it is idle: a request that is answered stays in SGLang's scheduler
+        for up to a step more, and in one that is paused for ever, so that the cache could not be flushed. Where it is
+        not, such a request leaves after the pause.
 
         A server that others run may hold requests that are not this fleet's, for example of a run that was killed in
         the middle of a publish.
