@@ -113,7 +113,7 @@ def test_tokens_have_the_version_that_drew_them(place: Place, other: tuple[Path,
             assert gap(answer, reference_in_flight(models, one, answer)) < 1e-4
         for by, whole in wholes.items():
             places = answer.weight_versions == by
-            assert mode == "keep" and by > 20 or gap(answer, whole, places) < 1e-4
+            assert (mode == "keep" and by > 20) or gap(answer, whole, places) < 1e-4
         places = answer.weight_versions == 21
         kept.append(np.abs(answer.log_probs - wholes[21])[places].mean())
         stale.append(np.abs(wholes[20] - wholes[21])[places].mean())
