@@ -86,7 +86,7 @@ def test_tokens_have_the_version_that_drew_them(place: Place, other: tuple[Path,
     asked, parts = long_ones(seed=1), list[ServedPart]()
     models = {20: place.model, 21: changed, 22: place.model}
 
-    async def work() -> tuple[list[Generation], list[Generation]]:
+    async def work() -> tuple[list[Generation], list[Generation], list[GenerationRequest]]:
         on_publish(place, mode)
         await place.fleet.publish(place.folder, 19)
         await place.fleet.publish(place.folder, 20)
@@ -96,13 +96,16 @@ def test_tokens_have_the_version_that_drew_them(place: Place, other: tuple[Path,
         for version, weights in ((21, folder), (22, place.folder)):
             await place.fleet.publish(weights, version)
             await begun(place, len(asked))
-        # Their prompts are in the cache, with keys and values of older weights.
-        new = [
-            replace(one, request_id=f"new{one.request_id}", sampling=SamplingParams(max_new_tokens=5)) for one in asked
-        ]
-        return await asyncio.gather(*tasks), await all_of(place.fleet, new)
+        answers = await asyncio.gather(*tasks)
+        # Their prompts, and the responses for another turn, are in the cache, with keys and values of older weights.
+        short = SamplingParams(max_new_tokens=5)
+        new = [replace(one, request_id=f"new{one.request_id}", sampling=short) for one in asked]
+        for one, answer in zip(asked, answers, strict=True):
+            turn = np.concatenate([one.prompt_ids, answer.token_ids, one.prompt_ids[:3]])
+            new.append(replace(one, request_id=f"turn{one.request_id}", sampling=short, prompt_ids=turn))
+        return answers, await all_of(place.fleet, new), new
 
-    answers, new = place.run(work())
+    answers, new, asked_new = place.run(work())
     kept, stale = [], []
     for one, answer in zip(asked, answers, strict=True):
         assert answer.token_ids.size == TOKENS
@@ -119,10 +122,11 @@ def test_tokens_have_the_version_that_drew_them(place: Place, other: tuple[Path,
         stale.append(np.abs(wholes[20] - wholes[21])[places].mean())
     # Old keys and values show, but what draws is nearer to the new weights than to the old ones.
     assert mode != "keep" or 0.05 < np.mean(kept) < np.mean(stale)
-    for one, answer in zip(asked, new, strict=True):
+    for one, answer in zip(asked_new, new, strict=True):
         assert set(answer.weight_versions) == {22}
         assert gap(answer, reference(place.model, one.prompt_ids, answer.token_ids)) < 1e-4
-    again = [part for part in parts if part.prompt_tokens > PROMPT]
+    again = [part for part in parts if part.request_id in {one.request_id for one in asked}]
+    again = [part for part in again if part.prompt_tokens > PROMPT]
     assert len(again) == 2 * len(asked)
     for part in again:
         assert part.cached_tokens is not None
