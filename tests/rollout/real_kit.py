@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,6 +164,11 @@ def on_publish(place: Place, mode: str) -> None:
     """The servers are the same for every mode."""
     config = replace(place.fleet.config, on_publish=mode)
     place.fleet._publisher.config = place.fleet._requests.config = config
+
+
+def kill(place: Place) -> None:
+    assert place.server.process is not None
+    os.kill(place.server.process.pid, signal.SIGKILL)
 
 
 async def begun(place: Place, requests: int) -> None:

@@ -4,8 +4,6 @@ Two servers start once for the module: a deterministic Qwen3 and a fast Qwen2 (t
 """
 
 import asyncio
-import os
-import signal
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +29,7 @@ from tests.rollout.real_kit import (
     all_of,
     assert_log_probs,
     begun,
+    kill,
     places_fixture,
     reference,
     requests_of,
@@ -388,11 +387,6 @@ async def continued_after_a_kill(place: Place) -> None:
     assert lost
     # The first token comes by itself, the others in sixteens.
     assert all(part.tokens % 16 == 1 for part in lost)
-
-
-def kill(place: Place) -> None:
-    assert place.server.process is not None
-    os.kill(place.server.process.pid, signal.SIGKILL)
 
 
 def test_killed_servers_are_replaced_and_their_responses_go_on(places: dict[str, Place]) -> None:
