@@ -105,10 +105,8 @@ class RolloutConfig:
     """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
 
     on_publish: Literal["restart", "recompute", "keep"] = "restart"
-    """When new weights come, running responses keep their tokens. `restart`: the fleet stops, and they go on at any
-    server. The others: each goes on at its server as soon as this has the weights; `disk` stops half of the servers at
-    a time. `recompute` reads the tokens with the new weights, `keep` goes on with the old keys and values (in-flight
-    update, PipelineRL, arXiv 2509.19128)."""
+    """How running responses go on with new weights: `restart` once the fleet has them, `recompute` and `keep` each at
+    its server once that has them; `keep` on its old keys and values (PipelineRL, arXiv 2509.19128)."""
 
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
     """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
