@@ -80,8 +80,8 @@ class RolloutFleet:
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives publishes and the loss of servers.
 
-        A publish interrupts the response; it goes on from the tokens it has (`rollout.on_publish`), so each token has one
-        weight version.
+        A publish interrupts the response; it goes on from the tokens it has, so each token has one weight version
+        (`rollout.on_publish`).
         After the loss of its server it goes on at another one, from what the first had streamed
         (`rollout.stream_every`).
 
