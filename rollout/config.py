@@ -78,9 +78,8 @@ class RolloutConfig:
     """GPUs per server (processes, on a CPU)."""
 
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
-    """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user: a weight
-    update ends all their requests. `python -m rollout.server.launch_server`, with the arguments of
-    `sglang.launch_server`, starts one whose answers are faster to read."""
+    """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user.
+    `python -m rollout.server.launch_server`, with SGLang's arguments, starts one whose answers are faster to read."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File with the API key of the servers in `urls`, readable by its owner only. None: they need no key."""
@@ -104,14 +103,16 @@ class RolloutConfig:
     deterministic: bool = False
     """Make each response depend only on its prompt and seed (SGLang's deterministic inference)."""
 
+    on_publish: Literal["restart", "recompute", "keep"] = "restart"
+    """How running responses go on with new weights: `restart` once the fleet has them, `recompute` and `keep` each at
+    its server once that has them; `keep` on its old keys and values (PipelineRL, arXiv 2509.19128)."""
+
     weight_sync: Literal["disk", "tensor", "distributed"] = "disk"
-    """How new weights reach the servers. `disk`: a folder that all can read; also where another way fails. `tensor`:
-    shared memory, on the machine of trainer rank 0. `distributed`: a process group (NCCL; gloo on a CPU, or where a
-    server shares the trainer's GPU)."""
+    """How new weights reach the servers (docs/weight_sync.md). `disk`: a folder that all can read; also where another
+    way fails. `tensor`: shared memory of one machine. `distributed`: a process group."""
 
     sync_bucket_mb: PositiveInt = 1024
-    """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone. Trainer rank 0
-    and each rank of a server hold at most two buckets."""
+    """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone."""
 
     sync_deadline_s: PositiveFloat = 300.0
     """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A late server

@@ -234,6 +234,14 @@ def _of_run(config: Config) -> Iterator[str]:
         )
     if config.run.mode == "colocated" and config.rollout.urls:
         yield "rollout.urls: somebody else's servers are not on the trainer's GPUs; set run.mode to sync or async"
+    if (publish := config.rollout.on_publish) != "restart":
+        if config.rollout.deterministic:
+            yield f"rollout.on_publish = {publish}: its tokens depend on timing; rollout.deterministic needs restart"
+        if config.run.mode == "colocated":
+            yield f"rollout.on_publish = {publish}: run.mode=colocated frees the KV cache; it needs restart"
+        for option in config.rollout.extra_args if publish == "keep" else ():
+            if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
+                yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
     if config.run.mode == "colocated" and config.rollout.weight_sync != "disk":
         yield f"rollout.weight_sync = {config.rollout.weight_sync}: run.mode=colocated needs disk"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":

@@ -42,7 +42,12 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
             # NFS keeps a file that a server still has open; what is left goes with the next version.
             shutil.rmtree(older, ignore_errors=True)
     seconds = max(time.monotonic() - started, 1e-9)
-    return {"weight_sync/gb_per_s": report.bytes / 1e9 / seconds, "weight_sync/by_disk": len(report.by_disk)}
+    return {
+        "weight_sync/gb_per_s": report.bytes / 1e9 / seconds,
+        "weight_sync/by_disk": len(report.by_disk),
+        "weight_sync/standstill": report.standstill_s / seconds,
+        "weight_sync/stopped": report.stopped_s / seconds,
+    }
 
 
 class TrainerWeights:

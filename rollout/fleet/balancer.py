@@ -138,7 +138,8 @@ class Balancer:
     def dispatch(self) -> None:
         """Gives free places to waiting requests."""
         while self.is_open and self._waiting:
-            free = [member for member in self.members if member.state is State.READY and member.in_flight < self.limit]
+            ready = [member for member in self.members if member.state is State.READY and member.is_open]
+            free = [member for member in ready if member.in_flight < self.limit]
             if not free:
                 return
             match = self._match(free)

@@ -65,7 +65,7 @@ class RolloutFleet:
         self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
-        self._requests = RequestLoop(config, timing, balancer, publisher, self.vocab_size, self._served)
+        self._requests = RequestLoop(config, timing, balancer, self.vocab_size, self._served)
         trainers = self.fp32_head, self.routed_experts
         supervisor = self._supervisor = Supervisor(
             config, timing, self.members, balancer, publisher, self.report, deadline_s, *trainers, self.statistics
@@ -80,7 +80,8 @@ class RolloutFleet:
     async def generate(self, request: GenerationRequest) -> Generation:
         """One response. Waits for a free place at a server, and survives publishes and the loss of servers.
 
-        A publish interrupts the response; it goes on from the tokens it has, so each token has one weight version.
+        A publish interrupts the response; it goes on from the tokens it has, so each token has one weight version
+        (`rollout.on_publish`).
         After the loss of its server it goes on at another one, from what the first had streamed
         (`rollout.stream_every`).
 
@@ -97,8 +98,8 @@ class RolloutFleet:
     ) -> PublishReport:
         """Gives every server the weights in `folder` and returns when the checksum of every tensor is as computed here.
 
-        No request starts meanwhile; running ones are interrupted and go on afterwards. A server that fails is
-        restarted and gets the weights before it serves again; at least one must serve on return.
+        `rollout.on_publish` says whether the fleet stops meanwhile, and how running requests go on. A server that fails
+        is restarted and gets the weights before it serves again; at least one must serve on return.
 
         Args:
             folder: Hugging Face layout (config.json, .safetensors), which the servers can read at the same path. It

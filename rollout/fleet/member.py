@@ -69,6 +69,10 @@ class Member:
         self.state = State.STARTING
         self.reason = ""
         self.in_flight = 0
+        self.drawing = 0
+        """Of `in_flight`, those that it answers; the others wait at the gate."""
+        self.interruptions = 0
+        """Times that its requests were ended, by a publish or by `hold`: whether a request was aborted by one."""
         self.restarts = 0
         self.restart_deadline = 0.0
         """Monotonic time. Until then its first restart since it last served is under way, and it does not count as
@@ -86,6 +90,8 @@ class Member:
         probes are late."""
         self.busy_calls = 0
         """Of `busy`, under way."""
+        self._gate = asyncio.Event()
+        self._gate.set()
         self._connect = connect
         self._client: SglangClient | None = None
         self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -98,6 +104,25 @@ class Member:
     def serving(self) -> bool:
         """Whether it may have requests. While new weights are loaded and verified it is paused."""
         return self.state in (State.READY, State.SUSPECT)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests begin, as far as a publish does not keep them at the gate; those keep their place."""
+        return self._gate.is_set()
+
+    def close(self) -> None:
+        """No request begins from now on."""
+        self._gate.clear()
+
+    def open(self) -> None:
+        """Requests begin again."""
+        self._gate.set()
+
+    async def passed(self) -> bool:
+        """Waits at the gate until it is open, or the server is lost: whether a request may begin."""
+        while not self.is_open:
+            await self._gate.wait()
+        return self.serving
 
     @property
     def client(self) -> SglangClient:
@@ -116,9 +141,10 @@ class Member:
             await client.close()
 
     def enter(self, state: State, reason: str = "") -> None:
-        """Changes the state; DOWN also ends the calls that wait for an answer."""
+        """Changes the state; DOWN also ends the calls that wait for an answer, and every wait at the gate."""
         self.state, self.reason = state, reason
         if state is State.DOWN:
+            self.open()  # who waits there goes to another server
             if not self._down.done():
                 self._down.set_result(reason)
         elif self._down.done():

@@ -1,11 +1,12 @@
 """The way of one request: a place at a server, one call to it, what came of that, and again until the response ends.
 
-    generate:  Response -> [ Balancer.acquire -> _attempt ] until the response is complete -> Generation
+    generate:  Response -> [ Balancer.acquire -> _draw -> _attempt ] until the response is complete -> Generation
     _attempt:  _call (deadline, cancellation, abort) -> check -> one more part of the response
 
 An attempt ends in one of four ways:
   - complete: the reply ends the response.
-  - interrupted: a publish or `hold` ended it. The response goes on with the weights of then; no server failed.
+  - interrupted: a publish or `hold` ended it. The response goes on with the weights of then; no server failed. Unless
+    `rollout.on_publish` is restart, it keeps its place in a publish and goes on at the same server.
   - failed: the server gave no usable answer, or stopped early. What it streamed is kept, the rest is asked for at
     another server, and the failure counts towards `rollout.max_attempts`.
   - refused: the request is wrong, and the error goes to the caller.
@@ -25,7 +26,6 @@ from rollout.config import CONTEXT_RESERVE, RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerUnavailable
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
-from rollout.fleet.weight_update import Publisher
 from rollout.generation import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.wire.reply import Reply, check_reply, join_segments, routing_of
 
@@ -41,6 +41,9 @@ class Response:
     """The server that draws the next part, what it has sent of it, and its weight version."""
     routing: np.ndarray | None = None
     """uint8 [R, layers, k]: the experts of the first R tokens of prompt and response, as in `Generation`."""
+    home: tuple[Member, int] | None = None
+    """The server that drew last, and its weight version when the response came there: no keys and values that it left
+    there are older."""
     _given: tuple[tuple[int, int], ...] | None = field(default=None, init=False)
 
     @classmethod
@@ -156,7 +159,6 @@ class RequestLoop:
     config: RolloutConfig
     timing: Timing
     balancer: Balancer
-    publisher: Publisher
     vocab_size: int
     observe: Callable[[ServedPart], None]
     _awaited: dict[str, tuple[float, Sequence[Reply]]] = field(default_factory=dict, init=False)
@@ -195,7 +197,7 @@ class RequestLoop:
             priority, holdable = request.priority, request.holdable
             member = await self.balancer.acquire(request.group_id, priority, avoid=failed, holdable=holdable)
             try:
-                failure = await self._attempt(member, response)
+                failure = await self._draw(member, response)
             finally:
                 self.balancer.release(member)
             failed = None
@@ -216,11 +218,25 @@ class RequestLoop:
             abort.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
+    async def _draw(self, member: Member, response: Response) -> str | None:
+        """As `_attempt`, and again after each publish in which the response keeps its place."""
+        while response.finish_reason is None and await member.passed():
+            member.drawing += 1
+            try:
+                failure = await self._attempt(member, response)
+            finally:
+                member.drawing -= 1
+            if failure is not None or member.is_open:
+                return failure
+        return None
+
     async def _attempt(self, member: Member, response: Response) -> str | None:
         """Asks one server for the rest of the response. Returns why the server did not finish its part; None: it did,
         or it was interrupted."""
         request, prompt, left = response.request, response.prompt_ids, response.tokens_left
-        version, publishes, start = member.weight_version, self.publisher.interruptions, time.time()
+        version, before, start = member.weight_version, member.interruptions, time.time()
+        if response.home is None or response.home[0] is not member:
+            response.home = member, version
         segments: list[Reply] = []
         reply: Reply | None = None
         failure = None
@@ -228,13 +244,13 @@ class RequestLoop:
         try:
             reply = await self._call(member, response, prompt, segments)
             member.last_answer = time.monotonic()
-            if reply.finish_reason is FinishReason.ABORT and not self._interrupted_since(publishes):
+            if reply.finish_reason is FinishReason.ABORT and not self._interrupted_since(member, before):
                 failure = f"{member.url} ended the response before its end"
                 if self.config.deterministic:  # what goes on from a prefix is computed in another order
                     reply = None
         except ServerUnavailable as error:
             # SGLang answers 499 to what is aborted on its way to the scheduler.
-            if not (self._interrupted_since(publishes) and member.serving and member.engine.alive()):
+            if not (self._interrupted_since(member, before) and member.serving and member.engine.alive()):
                 failure = str(error)
                 if member.state is State.READY:  # no new requests until the supervisor has probed it
                     member.enter(State.SUSPECT, failure)
@@ -268,9 +284,9 @@ class RequestLoop:
             self.observe(part)
         return failure
 
-    def _interrupted_since(self, publishes: int) -> bool:
+    def _interrupted_since(self, member: Member, before: int) -> bool:
         """One that got its place just before an interruption begins within it, while the balancer is closed."""
-        return self.publisher.interruptions != publishes or not self.balancer.is_open
+        return member.interruptions != before or not (self.balancer.is_open and member.is_open)
 
     async def _call(self, member: Member, response: Response, prompt: np.ndarray, segments: list[Reply]) -> Reply:
         """A checked answer of the server. Whoever stops waiting for it has the server abort it.
@@ -287,7 +303,9 @@ class RequestLoop:
         # Deterministic responses are not streamed: what a server did not finish is drawn again.
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
         kept, routed = segments if streams else None, None if request.routing is None else response.routed
-        asking = member.client.generate(rid, prompt, sampling, seed=seed, segments=kept, routed_from=routed)
+        key = str(response.home[1]) if self.config.on_publish == "keep" and response.home is not None else None
+        options: dict[str, Any] = {"seed": seed, "segments": kept, "routed_from": routed, "cache_key": key}
+        asking = member.client.generate(rid, prompt, sampling, **options)
         call = asyncio.ensure_future(member.call(asking))
         self._awaited[rid] = time.monotonic(), segments
         try:

@@ -214,6 +214,11 @@ class Supervisor:
             raise errors.ServerUnfit(
                 f"{member.url}: actor.routing_replay needs a server with --enable-return-routed-experts"
             )
+        if self.config.on_publish == "keep" and not info.caches_responses:
+            raise errors.ServerUnfit(
+                f"{member.url}: rollout.on_publish = keep needs a server that keeps responses in its prefix cache: "
+                "without --disable-radix-cache, --strip-thinking-cache, --enable-deterministic-inference"
+            )
         if info.altered:
             raise errors.ServerUnfit(
                 f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"

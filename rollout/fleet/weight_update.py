@@ -3,6 +3,19 @@
     publish:  close the balancer -> pause every server -> send to all of them at once (or nothing, with weights in a
               folder) -> per server: read the folder if nothing came -> compare checksums -> resume -> open the balancer
 
+That is `rollout.on_publish` restart. With recompute and keep the balancer stays open, and each server has a gate, where
+its requests keep their places: closed before the pause, open again when it resumes. Weights in a folder then go to half
+of the servers at a time, so that the fleet never stands still.
+
+A server is always stopped by ending its requests, never by SGLang's pause of running ones (`in_place`, `retract`):
+  - Nobody would know which weights drew a token. The scheduler holds up to `stream_every` tokens back, and
+    `weight_version` is what the HTTP process knows when they come out. With the overlapped scheduler a batch is under
+    way when it pauses.
+  - The cache cannot be flushed while requests wait: a retracted request finds its prompt's old keys and values again.
+An answer that has ended was drawn by the old weights, whole. Under `keep` its keys and values stay in the prefix cache.
+They are found by the rest of this response and by those of its group that began with the same weights, and by nobody
+else (`Response.home`).
+
 A server that fails on the way goes DOWN. Its supervisor restarts it and calls `bring_up_to_date`.
 """
 
@@ -41,6 +54,10 @@ class PublishReport:
     """Of the weights."""
     by_disk: Mapping[str, str]
     """{url: why} of servers to which sending failed: they read a folder, at once or once they have been restarted."""
+    standstill_s: float
+    """Seconds in which every server that was given them stood still."""
+    stopped_s: float
+    """Seconds for which a server stood still, the mean of them."""
 
 
 class WeightStream(Protocol):
@@ -74,6 +91,12 @@ class Published:
         self.weights = weights
         self.verified: set[Member] = set()
         """Servers that were given these weights and let go on."""
+        self.keeping: frozenset[Member] = frozenset()
+        """Servers whose cached keys and values outlast this publish."""
+        self.stopped: dict[Member, float] = {}
+        """Monotonic time at which its requests began to be ended."""
+        self.resumed: dict[Member, float] = {}
+        """Monotonic time at which it went on."""
         self.known_checksums = dict(weights.checksums) if isinstance(weights, OnDisk) else {}
         """The trainer's, by kind of server."""
         self._tasks: dict[object, asyncio.Task[Any]] = {}
@@ -97,6 +120,15 @@ class Published:
             raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
         return await self._once(info, partial(asyncio.to_thread, expected_checksums, folder, info))
 
+    def stood_still(self) -> dict[str, float]:
+        """`PublishReport.standstill_s` and `stopped_s`."""
+        times = [(begun, self.resumed[member]) for member, begun in self.stopped.items() if member in self.resumed]
+        all_s = min(end for _, end in times) - max(begun for begun, _ in times) if times else 0.0
+        return {
+            "standstill_s": max(0.0, all_s),
+            "stopped_s": sum(end - begun for begun, end in times) / max(1, len(times)),
+        }
+
     async def _once(self, key: object, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What `begin` returns, which is called once for all who ask, and again if it failed."""
         task = self._tasks.get(key)
@@ -113,8 +145,6 @@ class Publisher:
     timing: Timing
     balancer: Balancer
     current: Published | None = field(default=None, init=False)
-    interruptions: int = field(default=0, init=False)
-    """Times that running requests were ended, by a publish or by `hold`: whether a request was aborted by one."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def bring_up_to_date(self, member: Member) -> None:
@@ -131,6 +161,7 @@ class Publisher:
                     member.reason = f"weight version {published.weight_version} is gone; it waits for the next publish"
                     await published.superseded.wait()
                     continue
+                published.keeping -= {member}
                 await self._stop_drawing(member)
                 await self._load(member, published, folder)
                 await self._verify_and_resume(member, published, self.timing.load_deadline_s)
@@ -146,7 +177,6 @@ class Publisher:
             self.balancer.close()
             try:
                 serving = [member for member in self.balancer.members if member.serving]
-                self.interruptions += any(member.in_flight for member in serving)
                 await asyncio.gather(*map(self._drain_or_end, serving))
                 while any(member.in_flight for member in self.balancer.members):  # of a server that went down
                     await asyncio.sleep(_DRAIN_POLL_S)
@@ -154,27 +184,26 @@ class Publisher:
                 self.balancer.open()
 
     async def publish(self, weights: OnDisk | WeightStream, weight_version: int) -> PublishReport:
-        """Updates the serving servers while no request starts; see `RolloutFleet.publish`."""
-        size = 0
+        """Updates the serving servers; see `RolloutFleet.publish`."""
+        size, restart = 0, self.config.on_publish == "restart"
         if isinstance(weights, OnDisk):
             size = sum(file.stat().st_size for file in weights.folder.glob("*.safetensors"))
             if not size or not (weights.folder / "config.json").is_file():
                 raise FileNotFoundError(f"{weights.folder}: a publish needs config.json and .safetensors files there")
         published = Published(weight_version, weights)
         async with self._one_at_a_time:
-            self.balancer.close()
+            if restart:
+                self.balancer.close()
             try:
                 # From here on a server that comes back gets these weights too.
                 if self.current is not None:
                     self.current.superseded.set()
+                    if self.config.on_publish == "keep":  # but not what a server held before this run
+                        published.keeping = frozenset(self.current.verified)
                 self.current = published
                 serving = [member for member in self.balancer.members if member.serving]
-                self.interruptions += any(member.in_flight for member in serving)
                 try:
-                    paused = await self._each(serving, published, self._pause)
-                    sent = await self._send(published, paused) or Sent(bytes=size)
-                    finish = partial(self._finish, published=published, targets=paused, sent=sent)
-                    updated = await self._each(paused, published, finish)
+                    updated, sent = await self._update(serving, published, Sent(bytes=size))
                 except BaseException as error:  # also a cancellation
                     for member in serving:
                         self._give_up(member, published, error)
@@ -182,10 +211,32 @@ class Publisher:
                 servers = {member.url: compared for member, compared in updated.items() if compared is not None}
             finally:
                 self.balancer.open()
+            if restart:
+                published.resumed = dict.fromkeys(published.resumed, time.monotonic())
             if not servers:  # waits for one, before all requests and no longer than they would
                 self.balancer.release(await self.balancer.acquire("publish", priority=-sys.maxsize))
             by_disk = {url: failure.reason for url, failure in sent.failures.items()}
-            return PublishReport(servers=servers, bytes=sent.bytes, by_disk=by_disk)
+            return PublishReport(servers=servers, bytes=sent.bytes, by_disk=by_disk, **published.stood_still())
+
+    async def _update(
+        self, serving: Sequence[Member], published: Published, sent: Sent
+    ) -> tuple[Mapping[Member, int | None], Sent]:
+        """{server: checksums compared}, and what was sent; `sent`: if nothing had to be."""
+        if self.config.on_publish != "restart" and isinstance(published.weights, OnDisk):
+            half = asyncio.Semaphore(max(1, len(serving) // 2))
+
+            async def in_turn(member: Member) -> int | None:
+                async with half:
+                    if not member.serving or member in published.verified:  # its supervisor does this, or has done it
+                        return None
+                    targets = {member: await self._pause(published, member)}
+                    return await self._finish(member, published=published, targets=targets, sent=sent)
+
+            return await self._each(serving, published, in_turn), sent
+        paused = await self._each(serving, published, partial(self._pause, published))
+        sent = await self._send(published, paused) or sent
+        finish = partial(self._finish, published=published, targets=paused, sent=sent)
+        return await self._each(paused, published, finish), sent
 
     async def _each(
         self, members: Sequence[Member] | Mapping[Member, Any], published: Published, work: Callable[..., Any]
@@ -208,10 +259,13 @@ class Publisher:
         if member.serving and member not in published.verified:  # it may be paused, with a part of the weights
             member.enter(State.DOWN, f"publish of version {published.weight_version}: {error}")
 
-    async def _pause(self, member: Member) -> Target:
+    async def _pause(self, published: Published, member: Member) -> Target:
         """Stops the server, and returns where weights for it go. After a restart it has another address."""
+        published.stopped[member] = time.monotonic()
+        if self.config.on_publish != "restart":
+            member.close()
         await self._drain(member)
-        await member.call(self._stop_drawing(member))
+        await member.call(self._stop_drawing(member, flush=member not in published.keeping))
         assert member.info is not None
         return Target(url=member.url, info=member.info, restarts=member.restarts)
 
@@ -223,14 +277,12 @@ class Publisher:
                 member.enter(State.DOWN, f"interruption of its requests: {error}")
 
     async def _drain(self, member: Member) -> None:
-        """Ends what the server draws; each request keeps its tokens and waits for the balancer to open.
-
-        It is not enough to pause requests in place: the cache cannot be flushed while they hold it, so new requests
-        would read keys and values of the old weights, and nobody would know which tokens are new.
-        """
+        """Ends what the server draws; each request keeps its tokens and waits at the gate if that is closed, else for
+        the balancer to open."""
+        member.interruptions += 1
         deadline = time.monotonic() + self.timing.control_deadline_s
         next_abort = 0.0
-        while member.in_flight:
+        while member.in_flight if member.is_open else member.drawing:
             now = time.monotonic()
             if now > deadline:
                 raise ServerUnavailable(f"{member.url}: {member.in_flight} requests did not end on abort")
@@ -239,9 +291,10 @@ class Publisher:
                 next_abort = now + _ABORT_AGAIN_S
             await asyncio.sleep(_DRAIN_POLL_S)
 
-    async def _stop_drawing(self, member: Member) -> None:
-        """Pauses the server, once it is idle: a request that is answered stays in SGLang's scheduler for up to a step
-        more, and in one that is paused for ever, so that the cache could not be flushed.
+    async def _stop_drawing(self, member: Member, *, flush: bool = True) -> None:
+        """Pauses the server, to flush its cache once it is idle: a request that is answered stays in SGLang's scheduler
+        for up to a step more, and in one that is paused for ever, so that the cache could not be flushed. Where it is
+        not, such a request leaves after the pause.
 
         A server that others run may hold requests that are not this fleet's, for example of a run that was killed in
         the middle of a publish.
@@ -249,7 +302,8 @@ class Publisher:
         if not member.engine.ours:
             await member.client.resume()
             await member.client.abort(None)
-        await member.client.flush_cache()  # waits until all have ended
+        if flush:
+            await member.client.flush_cache()  # waits until all have ended
         await member.client.pause()
 
     async def _send(self, published: Published, paused: Mapping[Member, Target]) -> Sent | None:
@@ -301,11 +355,15 @@ class Publisher:
     async def _verify_and_resume(self, member: Member, published: Published, deadline_s: float) -> int:
         """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""
         assert member.info is not None
-        await member.client.flush_cache()
+        if member not in published.keeping:
+            await member.client.flush_cache()
         with member.busy():
             reported = await member.client.checksums(deadline_s)
         verify(await published.checksums(member.info), reported, member.url)
         await member.client.resume()
         member.weight_version, member.weight_label = published.weight_version, published.label
         published.verified.add(member)
+        published.resumed[member] = time.monotonic()
+        member.open()
+        self.balancer.dispatch()
         return sum(len(names) for names in reported.values())

@@ -22,6 +22,7 @@ READ_AHEAD = 1 << 26
 server-sent event may be twice as long: 3 million tokens, or 60,000 with the experts of 48 layers."""
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
+_FORGETFUL = ("disable_radix_cache", "strip_thinking_cache", "enable_deterministic_inference")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 _PLAIN = {"Content-Type": "application/json"}
@@ -46,6 +47,8 @@ class ServerInfo:
     """Whether it can stream a response in segments that do not repeat each other."""
     routed_experts: bool = False
     """Whether it can say which experts each token was sent to."""
+    caches_responses: bool = True
+    """Whether it finds the keys and values of a response that has ended again."""
     altered: str = ""
     """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
@@ -97,6 +100,7 @@ class SglangClient:
         seed: int | None = None,
         segments: list[Reply] | None = None,
         routed_from: int | None = None,
+        cache_key: str | None = None,
     ) -> Reply:
         """Draws a response to int32 [P] ids. No `rid` may be a prefix of another one: aborts match by prefix.
 
@@ -107,6 +111,7 @@ class SglangClient:
             segments: for a server that `streams`. Filled with the response's parts as they come, so that the caller has
                 them if the server is lost. Emptied if one of them cannot be read.
             routed_from: token (at most P) from which the answer says each token's experts; None: it does not.
+            cache_key: cached prefixes are used, and left, only among requests of one key.
         """
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
@@ -123,6 +128,8 @@ class SglangClient:
         body = _generate_body(rid, prompt_ids, params, -1) | {"stream": segments is not None}
         if routed_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+        if cache_key is not None:
+            body["extra_key"] = cache_key
         received = [] if segments is None else segments
         complete = False
         deadline_s = self.request_deadline_s + self.control_deadline_s
@@ -174,6 +181,7 @@ class SglangClient:
                 fp32_head=bool(answer.get("enable_fp32_lm_head", False)),
                 streams=bool(answer.get("incremental_streaming_output", False)),
                 routed_experts=bool(answer.get("enable_return_routed_experts", False)),
+                caches_responses=not any(map(answer.get, _FORGETFUL)),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 

@@ -195,6 +195,16 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
         ("", ["run.mode=colocated"], ["between_phases = none", "needs all"]),
         ("", ["run.mode=colocated", "rollout.urls=[http://a:1]"], ["rollout.urls", "sync or async"]),
+        ("", ["rollout.on_publish=keep", "rollout.deterministic=true"], ["on_publish = keep", "needs restart"]),
+        ("", ["rollout.on_publish=recompute", "rollout.deterministic=true"], ["on_publish = recompute", "timing"]),
+        ("", ["rollout.on_publish=recompute", "run.mode=colocated"], ["on_publish = recompute", "frees the KV cache"]),
+        ("", ["rollout.on_publish=keep", "run.mode=colocated"], ["on_publish = keep", "needs restart"]),
+        (
+            "",
+            ["rollout.on_publish=keep", "rollout.extra_args=[--disable-radix-cache]"],
+            ["--disable-radix-cache", "on_publish = keep"],
+        ),
+        ("", ["rollout.on_publish=swap"], ["rollout.on_publish", "restart", "recompute", "keep"]),
         ("", ["run.mode=async", "algorithm.dynamic_sampling.max_staleness=0"], ["ahead = 1", "max_staleness = 0"]),
     ],
 )

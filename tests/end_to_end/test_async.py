@@ -89,3 +89,19 @@ def test_servers_write_while_the_actor_trains_within_the_staleness_bound(run, re
         assert step.get("mismatch/max_abs", 0.0) < 1e-3, "on tokens of the current weights engine and trainer agree"
         assert step["sampling/kept"] == 6
     assert max(step["staleness/kl"] for step in stale) > max(step.get("mismatch/kl", 0.0) for step in steps)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_a_publish_while_servers_write(tmp_path: Path, mode: str) -> None:
+    """One of two servers always draws; ledger and staleness bound hold; `recompute` agrees with the trainer."""
+    run_dir = tmp_path / "run"
+    servers = ("rollout.servers=2", "rollout.max_running_requests=16", "rollout.deterministic=false")
+    finished = start(run_dir, *ASYNC, *servers, f"rollout.on_publish={mode}").finish(400)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    assert finished.left_behind == ()
+    check_async_ledger(run_dir, prompts=6 * STEPS)
+    steps = read_metrics(run_dir)
+    assert max(step["staleness/max"] for step in steps) == 1, "max_staleness"
+    for step in steps:
+        assert step["weight_sync/standstill"] == 0 < step["weight_sync/stopped"] < 1
+        assert mode == "keep" or step.get("mismatch/max_abs", 0.0) < 1e-3

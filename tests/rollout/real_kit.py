@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import DynamicCache
 
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
@@ -129,6 +131,50 @@ def reference(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray, 
     with torch.no_grad():
         logits = model(ids).logits[0, prompt.size - 1 : -1].double() / temperature
     return logits.log_softmax(-1).gather(1, ids[0, prompt.size :, None])[:, 0].numpy()
+
+
+def read_in_turn(
+    models: Mapping[int, torch.nn.Module],
+    one: GenerationRequest,
+    drawn: Generation,
+    read: Callable[[torch.nn.Module, torch.Tensor, DynamicCache], np.ndarray],
+) -> np.ndarray:
+    """[P + T - 1, ...]: what `read` makes of each token of prompt and response but the last, where the version that
+    drew the next token reads it, on top of the keys and values that older versions have left."""
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, drawn.token_ids])).long()[None]
+    by = np.concatenate([np.full(one.prompt_ids.size - 1, drawn.weight_versions[0]), drawn.weight_versions])
+    cache, parts = DynamicCache(), []
+    for places in np.split(np.arange(by.size), np.flatnonzero(np.diff(by)) + 1):
+        with torch.no_grad():
+            parts.append(read(models[int(by[places[0]])], ids[:, places[0] : places[-1] + 1], cache))
+    return np.concatenate(parts)
+
+
+def reference_in_flight(models: Mapping[int, torch.nn.Module], one: GenerationRequest, drawn: Generation) -> np.ndarray:
+    """Log-probs [T] by Hugging Face's forward with the weights of each token's version, on old keys and values."""
+
+    def logits(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache) -> np.ndarray:
+        return model(ids, past_key_values=cache, use_cache=True).logits[0].double().log_softmax(-1).numpy()
+
+    rows = read_in_turn(models, one, drawn, logits)[one.prompt_ids.size - 1 :]
+    return np.take_along_axis(rows, drawn.token_ids[:, None].astype(np.int64), 1)[:, 0]
+
+
+def on_publish(place: Place, mode: str) -> None:
+    """The servers are the same for every mode."""
+    config = replace(place.fleet.config, on_publish=mode)
+    place.fleet._publisher.config = place.fleet._requests.config = config
+
+
+def kill(place: Place) -> None:
+    assert place.server.process is not None
+    os.kill(place.server.process.pid, signal.SIGKILL)
+
+
+async def begun(place: Place, requests: int) -> None:
+    """Waits until so many of the requests have streamed tokens: no time is right for every machine."""
+    while sum(1 for _, come in place.fleet._requests._awaited.values() if come) < requests:
+        await asyncio.sleep(0.01)
 
 
 def assert_log_probs(model: torch.nn.Module, asked: list[GenerationRequest], answers: list[Generation]) -> None:

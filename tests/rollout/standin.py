@@ -76,6 +76,7 @@ class StandIn:
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
         self.seeds: list[int | None] = []
+        self.cache_keys: list[str | None] = []
         self.groups, self.aborted_single = list[str](), list[str]()
         self.stream_interval: int | None = None
         """Tokens of a segment; None: a server that cannot stream without repeating itself."""
@@ -196,6 +197,7 @@ class StandIn:
         number = len(self.prompts)
         self.prompts.append(body["input_ids"])
         self.seeds.append(body["sampling_params"].get("sampling_seed"))
+        self.cache_keys.append(body.get("extra_key"))
         self.calls.append(f"generate {self.label}")
         status = self.fails(number)
         if status == 200:

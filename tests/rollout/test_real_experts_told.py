@@ -10,10 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from rollout.generation import FinishReason, Generation, GenerationRequest, RoutingShape, SamplingParams, ThinkingLimit
 from tests.rollout.folders import save_model
-from tests.rollout.real_kit import START_S, Place, all_of, assert_log_probs, make_place, requests_of
+from tests.rollout.real_kit import (
+    START_S,
+    Place,
+    all_of,
+    assert_log_probs,
+    make_place,
+    on_publish,
+    read_in_turn,
+    requests_of,
+)
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -42,11 +52,16 @@ def asked(count: int, seed: int, **sampling: Any) -> list[GenerationRequest]:
 
 def probabilities(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
     """[tokens, layers, experts] by transformers' routers."""
+    return routed(model, torch.from_numpy(ids.astype(np.int64))[None])
+
+
+def routed(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache | None = None) -> np.ndarray:
+    """As `probabilities`, of tokens behind those whose keys and values are in `cache`."""
     found: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers]  # type: ignore[union-attr, operator]
     hooks = [gate.register_forward_hook(lambda _, __, output: found.append(output[0].softmax(-1))) for gate in gates]
     with torch.no_grad():
-        model(torch.from_numpy(ids.astype(np.int64))[None])
+        model(ids, past_key_values=cache, use_cache=cache is not None)
     for hook in hooks:
         hook.remove()
     return torch.stack(found, dim=1).numpy()
@@ -54,7 +69,10 @@ def probabilities(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
 
 def check(model: torch.nn.Module, ids: np.ndarray, rows: np.ndarray, first: int = 0) -> None:
     """Rows of the tokens from `first` on are the experts with the largest probabilities."""
-    of = probabilities(model, ids)[first : first + len(rows)]
+    most_likely(probabilities(model, ids)[first : first + len(rows)], rows)
+
+
+def most_likely(of: np.ndarray, rows: np.ndarray) -> None:
     least = np.take_along_axis(of, rows.astype(np.int64), -1).min(-1)
     np.testing.assert_array_less(np.sort(of, -1)[..., -SHAPE.top_k], least + NEAR)
 
@@ -102,7 +120,11 @@ def test_rows_alone_are_read_again(place: Place) -> None:
             check(place.model, ids, whole(one, again)[1])
 
 
-def test_after_a_publish_each_row_is_of_the_weights_that_drew_the_token(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["restart", "keep"])
+def test_after_a_publish_each_row_is_of_the_weights_that_drew_the_token(
+    place: Place, tmp_path: Path, mode: str
+) -> None:
+    """Under `keep` also those that it reads on top of old keys and values."""
     other = save_model(tmp_path / "new", "qwen3_moe", seed=9)
     requests = [
         replace(one, prompt_ids=one.prompt_ids[:20], sampling=replace(one.sampling, max_new_tokens=300))
@@ -110,23 +132,29 @@ def test_after_a_publish_each_row_is_of_the_weights_that_drew_the_token(place: P
     ]
 
     async def work() -> list[Generation]:
+        on_publish(place, mode)
+        await place.fleet.publish(place.folder, 1)  # `keep` forgets what there was before the first
         answers = asyncio.ensure_future(all_of(place.fleet, requests))
         while place.fleet.load()[0] < before + 8 * 32:
             await asyncio.sleep(0.02)
-        await place.fleet.publish(tmp_path / "new", 1)
+        await place.fleet.publish(tmp_path / "new", 2)
         return await answers
 
     before = place.fleet.load()[0]
     interrupted = 0
     for one, drawn in zip(requests, place.run(work()), strict=True):
         ids, rows = whole(one, drawn)
-        first = int((drawn.weight_versions == 0).sum())
+        first = int((drawn.weight_versions == 1).sum())
         interrupted += 0 < first < drawn.drawn
         last = one.prompt_ids.size + first - 1
         check(place.model, ids, rows[:last])
-        check(other, ids, rows[last:], first=last)
+        if mode == "keep":
+            most_likely(read_in_turn({1: place.model, 2: other}, one, drawn, routed), rows)
+        else:
+            check(other, ids, rows[last:], first=last)
     assert interrupted == len(requests)
-    place.run(place.fleet.publish(place.folder, 2))
+    on_publish(place, "restart")
+    place.run(place.fleet.publish(place.folder, 3))
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ Two servers start once for the module: a deterministic Qwen3 and a fast Qwen2 (t
 """
 
 import asyncio
-import os
-import signal
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,17 @@ from rollout.wire.client import SglangClient
 from rollout.wire.reply import MEDIA_TYPE, Reply
 from tests.rollout.fleet_kit import closing_client
 from tests.rollout.folders import CONTEXT, VOCABULARY, save_model
-from tests.rollout.real_kit import SHAPES, Place, all_of, assert_log_probs, places_fixture, reference, requests_of
+from tests.rollout.real_kit import (
+    SHAPES,
+    Place,
+    all_of,
+    assert_log_probs,
+    begun,
+    kill,
+    places_fixture,
+    reference,
+    requests_of,
+)
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -160,9 +168,9 @@ def test_an_interrupted_response_is_the_same_to_the_bit_on_a_server_that_never_s
         whole = [one for one in await all_of(place.fleet, asked) if one.given]
         assert len(whole) > 4
         by_id = {one.request_id: one for one in asked}
-        begun = [replace(by_id[one.request_id], begun=beginning(one)) for one in whole]
+        rest = [replace(by_id[one.request_id], begun=beginning(one)) for one in whole]
         await place.fleet.members[0].client.flush_cache()
-        for first, second in zip(whole, await all_of(place.fleet, begun), strict=True):
+        for first, second in zip(whole, await all_of(place.fleet, rest), strict=True):
             np.testing.assert_array_equal(first.token_ids, second.token_ids)
             np.testing.assert_array_equal(first.log_probs.view(np.int32), second.log_probs.view(np.int32))
 
@@ -262,7 +270,7 @@ def test_publish_in_the_middle_of_responses(places: dict[str, Place], tmp_path: 
     async def work() -> None:
         await place.fleet.publish(place.folder, 20)
         tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-        await first_tokens(place, len(asked))
+        await begun(place, len(asked))
         await place.fleet.publish(tmp_path / "new", 21)
         answers = await asyncio.gather(*tasks)
         for one, answer in zip(asked, answers, strict=True):
@@ -302,7 +310,7 @@ def test_what_is_held_goes_on_with_the_next_weights_after_the_memory_was_left(
         fleet = place.fleet
         await fleet.publish(place.folder, 30)
         tasks = [asyncio.ensure_future(fleet.generate(one)) for one in asked]
-        await first_tokens(place, len(asked))
+        await begun(place, len(asked))
         await fleet.hold()
         await fleet.release_memory()
         await fleet.resume_memory()
@@ -369,7 +377,7 @@ async def continued_after_a_kill(place: Place) -> None:
     await place.fleet.publish(place.folder, 50)
     place.fleet._requests.observe = parts.append
     tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-    await first_tokens(place, 1)
+    await begun(place, 1)
     kill(place)
     answers = await asyncio.gather(*tasks)
     assert_log_probs(place.model, asked, answers)
@@ -379,17 +387,6 @@ async def continued_after_a_kill(place: Place) -> None:
     assert lost
     # The first token comes by itself, the others in sixteens.
     assert all(part.tokens % 16 == 1 for part in lost)
-
-
-async def first_tokens(place: Place, requests: int) -> None:
-    """Waits until so many of the requests have streamed tokens: no time is right for every machine."""
-    while sum(1 for _, come in place.fleet._requests._awaited.values() if come) < requests:
-        await asyncio.sleep(0.01)
-
-
-def kill(place: Place) -> None:
-    assert place.server.process is not None
-    os.kill(place.server.process.pid, signal.SIGKILL)
 
 
 def test_killed_servers_are_replaced_and_their_responses_go_on(places: dict[str, Place]) -> None:
