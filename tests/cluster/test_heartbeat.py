@@ -26,7 +26,7 @@ def run_dir(tmp_path):
 def live(run_dir, body, steps=7):
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, steps, Console()):
+        async with heartbeat(run_dir.path, waits, steps, Console()):
             await body(waits)
 
     asyncio.run(run())
@@ -158,7 +158,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, 7, SimpleNamespace(working=show, run=whole)):
+        async with heartbeat(run_dir.path, waits, 7, SimpleNamespace(working=show, run=whole)):
             with waits.register("batch of groups", "rollout servers", 60.0, lambda: count):
                 await asyncio.sleep(0.05)
                 seen.append(json.loads((run_dir.path / "status.json").read_text())["progress"])
