@@ -173,6 +173,19 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
     assert (beat.waits, beat.progress) == ([], whole)
 
 
+def test_a_blocking_call_is_written_down_before_the_loop_stands_still(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 60)
+
+    async def body(waits):
+        await asyncio.sleep(0.01)
+        with waits.blocking("Ray start", "Ray", 60.0, count=lambda: Count(0, 1, "ready")):
+            beat = read_heartbeat(run_dir.path)
+        assert beat.waits == ["Ray start: waiting for Ray for 0 of 60 s; 0 of 1 ready"]
+        assert beat.progress == {"Ray start": Count(0, 1, "ready")}
+
+    live(run_dir, body)
+
+
 def test_a_file_of_an_earlier_version_has_no_progress(run_dir):
     live(run_dir, nothing)
     file = run_dir.path / "status.json"
