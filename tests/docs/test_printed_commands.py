@@ -144,7 +144,8 @@ def test_a_trained_model_is_served_as_the_guide_says(clone, tmp_path):
     section = (ROOT / "docs" / "guide.md").read_text().partition("## 10.")[2]
     (line,) = [line for line in section.splitlines() if line.startswith("python -m rollout.server")]
     (on_a_cpu,) = [text for text in inline_code(section) if text.startswith("--device cpu")]
-    words = shlex.split(line.partition("  # ")[0].replace("exported/step_100", str(clone / RUN / "model")))[1:]
+    printed = shlex.split(line.partition("  # ")[0])[1:]
+    words = [str(clone / RUN / "model") if word == "exported/step_100" else word for word in printed]
     port = free_port("127.0.0.1")
     command = [sys.executable, *words, *shlex.split(on_a_cpu), "--port", str(port)]
     asked = {"prompt": "Tom has 7 pens. Tom buys 4 more. How many now?\n", "max_tokens": 30, "temperature": 0}
