@@ -271,6 +271,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             with response_log(out, _settings(config, evaluator, described)) as log:
                 if there := sum(key in log.known for key in evaluator.keys):
                     console.note(f"{there} of {total} responses are there already")
+                console.run = {"evaluation": Count(there, total, "responses")}
                 if there < total and weights:
                     publishing = fleet.publish(weights, 1)
                     await waits.wait_for("weights of the evaluation", "rollout servers", deadline_s, publishing)
