@@ -271,6 +271,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             with response_log(out, _settings(config, evaluator, described)) as log:
                 if there := sum(key in log.known for key in evaluator.keys):
                     console.note(f"{there} of {total} responses are there already")
+                others = len(log.known) - there  # of problems or samples that are not asked for now
                 console.run = {"evaluation": Count(there, total, "responses")}
                 if there < total and weights:
                     publishing = fleet.publish(weights, 1)
@@ -278,7 +279,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
 
                 def record(key: AnswerKey, answer: Answer) -> None:
                     log.add(key, answer)
-                    console.run = {"evaluation": Count(len(log.known), total, "responses")}
+                    console.run = {"evaluation": Count(len(log.known) - others, total, "responses")}
 
                 answering = evaluator.answer("eval", known=log.known, record=record)
                 answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
