@@ -38,7 +38,9 @@ def ask(
 
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give the text of one problem")
-    model = model / "model" if (model / "config.yaml").is_file() else model
+    run, model = model, model / "model" if (model / "config.yaml").is_file() else model
+    if not model.exists() and run.is_dir():
+        raise ConfigError(f"{run}: a run writes its model at its end; until then `eval {run}` measures its weights")
     config = model_config(model, [f"data.template={json.dumps(template)}"] if template else [])
     text = load_text_tools(model)
     raw = prompt if template else instructed(prompt, config.data.instruction, config.reward.verifier)

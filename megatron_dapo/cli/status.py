@@ -69,14 +69,15 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
         none = "not running: no process of this machine holds the lock, and no status.json"
         return Liveness(False, "finished" if finished else none)
     when = f"({duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'})"
+    again = "run.resume=true" if beat.rollout_steps else "the same command"  # an evaluation alone has no steps
     if beat.state != "running":
-        how = {"stopped": "stopped and saved, continue with run.resume=true", "failed": "failed, see the last error"}
+        how = {"stopped": f"stopped and saved, continue with {again}", "failed": "failed, see the last error"}
         return Liveness(False, f"{how.get(beat.state, beat.state)} {when}")
     process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
     if elsewhere and abs(age) <= STALE_S:
         return Liveness(True, f"running, {process} {when}")
     unless = " (or its coordinator is stuck)" if elsewhere else ""
-    sign = f"{process} gave its last sign of life {when}; look at the end of logs/, continue with run.resume=true"
+    sign = f"{process} gave its last sign of life {when}; look at the end of logs/, continue with {again}"
     return Liveness(False, f"died without an error message{unless}: {sign}")
 
 
@@ -169,6 +170,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
 
 
 def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
+    if beat is not None and not beat.rollout_steps:
+        return [f"{name}: {count.text()}" for name, count in beat.progress.items()] or ["evaluation: nothing yet"]
     planned = beat.rollout_steps if beat else run.planned
     kept = f"newest checkpoint after rollout step {checkpoint}" if checkpoint else "no checkpoint yet"
     if not run.lines:

@@ -84,6 +84,7 @@ def _resume_command(path: Path, overrides: Sequence[str], *changed: str) -> str:
 
 
 def _run(config: Config, console: Console) -> None:
+    console.note("reading model, prompts and held-out problems")
     # What a user may have got wrong is looked at before Ray and the rest are imported, which takes seconds.
     from megatron_dapo.coordinator.inputs import read_inputs, remarks
     from megatron_dapo.data.hub import with_local_paths

@@ -16,8 +16,11 @@ import ray
 from megatron_dapo.cluster.placement import Placement, PlacementError, check_shared_gpus
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.config import Config
+from megatron_dapo.monitor.console import Count
 from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
+from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import State
 from rollout.server.engine import Engine, LocalServer, RemoteServer, tail
 from rollout.server.server_command import Secret, ServerSpec, new_key, read_key
 
@@ -71,6 +74,11 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
         LocalServer(config.rollout, _spec(config, logs, at, on_gpu=bool(gpus), gpus=_share(gpus, at, each)))
         for at in range(servers)
     ]
+
+
+def servers_ready(fleet: RolloutFleet) -> Count:
+    """How many servers of a fleet that starts are ready."""
+    return Count(sum(member.state is State.READY for member in fleet.members), len(fleet.engines), "servers")
 
 
 def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:

@@ -5,6 +5,7 @@ stuck.
 """
 
 import asyncio
+import json
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter
 
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.monitor.console import Console, Count
+from megatron_dapo.storage.durable import replace_file
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
 FILE = "status.json"
@@ -78,20 +80,21 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
 
 
 @asynccontextmanager
-async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: Console) -> AsyncIterator[Heartbeat]:
+async def heartbeat(folder: Path, waits: Waits, rollout_steps: int, console: Console) -> AsyncIterator[Heartbeat]:
     """Writes `status.json` as long as the body runs; an error that leaves the body is its last entry, and goes on.
 
     Args:
         waits: whose open waits are written down.
-        rollout_steps: how many the run is to make.
+        rollout_steps: how many the run is to make; 0: it is an evaluation alone.
         console: shows `Heartbeat.progress` each time.
     """
-    earlier = read_heartbeat(run_dir.path)
+    earlier = read_heartbeat(folder)
     beat = Heartbeat(pid=os.getpid(), host=socket.gethostname(), started=time.time(), rollout_steps=rollout_steps)
     if earlier:
         beat.error, beat.error_at = earlier.error, earlier.error_at
         beat.earlier_s = earlier.earlier_s + max(0.0, earlier.written - earlier.started)
-    beating = asyncio.create_task(_beat(run_dir, waits, beat, console))
+    waits.on_blocking = lambda: _show(folder, waits, beat, console)
+    beating = asyncio.create_task(_beat(folder, waits, beat, console))
     try:
         yield beat
         beat.state = "finished"
@@ -104,22 +107,26 @@ async def heartbeat(run_dir: RunDir, waits: Waits, rollout_steps: int, console: 
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
-        _write(run_dir, beat, [], console.run)
+        _write(folder, beat, [], console.run)
 
 
-async def _beat(run_dir: RunDir, waits: Waits, beat: Heartbeat, console: Console) -> None:
+async def _beat(folder: Path, waits: Waits, beat: Heartbeat, console: Console) -> None:
     while True:
-        counts = dict(console.run)
-        with suppress(Exception):  # the sign of life matters more than how far a work is
-            counts |= waits.counts()
-        _write(run_dir, beat, waits.lines(), counts)
-        with suppress(OSError, ValueError):  # what the run itself prints says that its output cannot be written
-            console.working(beat.progress)
+        _show(folder, waits, beat, console)
         await asyncio.sleep(INTERVAL_S)
 
 
-def _write(run_dir: RunDir, beat: Heartbeat, waits: list[str], progress: dict[str, Count]) -> None:
+def _show(folder: Path, waits: Waits, beat: Heartbeat, console: Console) -> None:
+    counts = dict(console.run)
+    with suppress(Exception):  # the sign of life matters more than how far a work is
+        counts |= waits.counts()
+    _write(folder, beat, waits.lines(), counts)
+    with suppress(OSError, ValueError):  # what the run itself prints says that its output cannot be written
+        console.working(beat.progress)
+
+
+def _write(folder: Path, beat: Heartbeat, waits: list[str], progress: dict[str, Count]) -> None:
     beat.written, beat.waits, beat.progress = time.time(), waits, progress
     # A full disk must not end a run whose own files still fit, nor hide the error that it is ending with.
     with suppress(OSError):
-        run_dir.write_json(FILE, asdict(beat), durable=False)
+        replace_file(folder / FILE, json.dumps(asdict(beat), indent=2) + "\n", durable=False)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_dapo.monitor.console import Count
+from megatron_dapo.monitor.console import Count, duration
 
 T = TypeVar("T")
 HowFar = Callable[[], Count] | None
@@ -63,6 +63,8 @@ class Waits:
         self._open: list[Wait] = []
         self._lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._stop = stop or asyncio.get_running_loop().create_future()
+        self.on_blocking: Callable[[], None] = lambda: None
+        """Called before a blocking call, in which the event loop stands still."""
 
     def lose(self, error: Exception) -> None:
         """A process that the run needs is gone: every wait, open or later, ends with `error`."""
@@ -116,7 +118,9 @@ class Waits:
                     await asyncio.gather(asked, return_exceptions=True)
 
     @contextmanager
-    def blocking(self, what: str, owner: str, deadline_s: float, *, last_word_s: float = LAST_WORD_S) -> Iterator[None]:
+    def blocking(
+        self, what: str, owner: str, deadline_s: float, *, last_word_s: float = LAST_WORD_S, count: HowFar = None
+    ) -> Iterator[None]:
         """Around a blocking library call: the whole process waits in the body. In the main thread only.
 
         Where the call lets no signal through, the process ends `last_word_s` after the deadline, with every thread's
@@ -125,7 +129,8 @@ class Waits:
         Raises:
             Stalled: `deadline_s` passed.
         """
-        with self.register(what, owner, deadline_s) as wait:
+        with self.register(what, owner, deadline_s, count) as wait:
+            self.on_blocking()
 
             def on_alarm(*_: object) -> None:
                 raise self._stalled(wait)
@@ -165,6 +170,14 @@ class Waits:
     def counts(self) -> dict[str, Count]:
         """How far each open wait is of which that is known, by name."""
         return {wait.what: wait.count() for wait in reversed(self._open) if wait.count}
+
+
+async def ready_after(report: Callable[[str], None], what: str, starting: Awaitable[T]) -> T:
+    """What `starting` returns; `report` is told that `what` is ready, and after how long."""
+    began = time.monotonic()
+    answer = await starting
+    report(f"  {what} ready after {duration(time.monotonic() - began)}")
+    return answer
 
 
 def _stacks() -> list[str]:

@@ -101,7 +101,7 @@ def remarks(config: Config, prompts: PromptSet, heldout: PromptSet) -> Iterator[
     if (high := config.algorithm.clip.high) >= 10:
         yield f"algorithm.clip.high = {high:g}: ratios up to {1 + high:g} are not clipped; the paper has 0.28"
     if (asked := config.algorithm.prompts_per_step) > (there := len(prompts.prompts)):
-        yield f"algorithm.prompts_per_step = {asked}: there are only {there} prompts, so a step repeats some"
+        yield f"algorithm.prompts_per_step = {asked}: more prompts than there are ({there}), so a step repeats some"
     if same := len({one.text for one in prompts.prompts} & {one.text for one in heldout.prompts}):
         yield f"{same} of {len(heldout.prompts)} held-out problems are trained on too; they say nothing of new ones"
     short = {one.source for one in prompts.prompts if len(one.answer.split()) <= 8 or not stated_form(one.verifier)}

@@ -13,6 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.config_diff import differences, flatten_config, shown
 from megatron_dapo.coordinator.inputs import Inputs
@@ -20,6 +22,7 @@ from megatron_dapo.data.hub import snapshot_of
 from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import Event, LedgerError, read_ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
+from rollout.config import StageConfig
 
 KEPT = (
     *("run.seed", "data.order", "algorithm.group_size", "model.path"),
@@ -63,8 +66,11 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     reached = (latest.step if chosen is None else chosen) + 1 if latest else 0
     begun = [[stage for stage in each.rollout.stages if stage.from_step <= reached] for each in (before, config)]
     if begun[0] != begun[1]:
+        kept = begun[0] + [stage for stage in config.rollout.stages if stage.from_step > reached]
+        stages = json.dumps(TypeAdapter(list[StageConfig]).dump_python(kept, exclude_none=True))
         raise RunDirError(
-            f"rollout.stages: {run_dir.path} had others up to step {reached}; a resume may change later ones"
+            f"rollout.stages: {run_dir.path} had others up to step {reached}; a resume may change later ones",
+            f"rollout.stages={stages}",
         )
     anew = "run.resume=false", f"run.dir={run_dir.path}.new"
     order = "their order would differ, and prompts be trained twice or never"

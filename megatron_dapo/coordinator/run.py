@@ -93,7 +93,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
             return done
         waits = Waits(stop)
         await refuse_live_elsewhere(run_dir)
-        beat = await stack.enter_async_context(heartbeat(run_dir, waits, config.run.rollout_steps, console))
+        beat = await stack.enter_async_context(heartbeat(run_dir.path, waits, config.run.rollout_steps, console))
         base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
         deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,12 +12,20 @@ import torch
 from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
 from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.cluster.engines import KEY_FILE, api_key, gpus_for_servers, own_engines, placed_engines, visible_gpus
+from megatron_dapo.cluster.engines import (
+    KEY_FILE,
+    api_key,
+    gpus_for_servers,
+    own_engines,
+    placed_engines,
+    servers_ready,
+    visible_gpus,
+)
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
 from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable, Trainer, TrainerError, TrainerLost
-from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.cluster.waits import Waits, ready_after
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
@@ -37,7 +45,6 @@ from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
-from rollout.fleet.member import State
 from rollout.generation import SamplingParams
 
 RAY_STOP_DEADLINE_S = 120.0
@@ -163,7 +170,9 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
     """Ray, trainer and servers, side by side where they can be; the record of what they do when; whether they share
     a GPU of this machine."""
     config, run_dir, note = run.config, run.run_dir, run.console.note
-    note("starting trainer and servers")
+    ranks, asked = config.actor.layout.world_size, len(config.rollout.urls) or config.rollout.servers
+    ray_too = "" if joins_cluster() else "Ray, "
+    note(f"starting trainer and servers: {ray_too}{ranks} trainer rank(s), {asked} server(s)")
     placement: Placement | None = None
     if joins_cluster():
         use_gpu, servers = _cluster(run).use_gpu, 0 if config.rollout.urls else config.rollout.servers
@@ -215,7 +224,7 @@ def _cluster(run: RunBase) -> Cluster:
         lost = f"Ray's process {GCS} ended, and the trainer ranks cannot go on without it"
         waits.lose(TrainerLost(f"{lost}; logs: {run.run_dir.logs}"))
 
-    with waits.blocking("Ray start", "Ray", config.run.start_deadline_s):
+    with waits.blocking("Ray start", "Ray", config.run.start_deadline_s, count=lambda: Count(0, 1, "ready")):
         cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
     run.stack.callback(end)
     watching = asyncio.create_task(until_lost())
@@ -230,9 +239,13 @@ async def _start_trainer(
 
     `placement`: None starts a Ray of this machine's own first.
     """
-    if placement is None:
+
+    async def own_ray() -> None:
         await asyncio.sleep(SERVERS_FIRST_S)
         _cluster(run)
+
+    if placement is None:
+        await ready_after(run.console.note, "Ray", own_ray())
         run.stack.push_async_callback(fleet.close)  # before Ray's end, which may take its whole deadline
         placement = await place(run.config, run.waits, use_gpu=trainer.on_gpu, servers=0)
     run.stack.push_async_callback(trainer.close)
@@ -255,17 +268,15 @@ async def _start_trainer(
 
 async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: RolloutFleet) -> dict[str, Any]:
     """Trainer and servers at once; the first failure ends the other. Returns the trainer's answer."""
-
-    def ready() -> Count:
-        return Count(sum(member.state is State.READY for member in fleet.members), len(fleet.engines), "servers")
-
-    deadline, building = run.config.run.start_deadline_s, asyncio.ensure_future(trainer)
+    note, deadline = run.console.note, run.config.run.start_deadline_s
+    building = asyncio.ensure_future(ready_after(note, "trainer", trainer))
     if run.config.run.mode == "colocated":
         # First, and out of the memory again: a server takes its share of what is free when it starts.
         await building
     # The fleet has the same deadline and the better explanation: it gets the first word.
-    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), count=ready)
-    await gather_or_cancel([building, starting])
+    count, wanted = partial(servers_ready, fleet), fleet.start(deadline)
+    starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, wanted, count=count)
+    await gather_or_cancel([building, ready_after(note, "servers", starting)])
     return building.result()
 
 

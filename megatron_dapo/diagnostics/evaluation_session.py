@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_dapo.cluster.heartbeat import heartbeat
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
@@ -57,16 +58,12 @@ class ResponseLog:
 
 
 @contextmanager
-def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
-    """The log of a folder, which one process writes at a time.
-
-    Args:
-        settings: what decides a response and its verdict; those of an earlier start must have been equal.
+def held(folder: Path) -> Iterator[None]:
+    """The folder of one evaluation, in which one process writes at a time.
 
     Raises:
-        EvaluationError: another process holds the folder, its responses were made with other settings, or one of them
-            cannot be read.
-        OSError: the folder cannot be written or locked.
+        EvaluationError: another process holds it.
+        OSError: it cannot be written or locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -76,12 +73,26 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
             f"{folder}: another evaluation writes there; wait for it, or give another --out"
         ) from None
     try:
-        _check_settings(folder, settings)
-        known = _read(folder / RESPONSES)
-        with (folder / RESPONSES).open("a", encoding="utf-8") as file:
-            yield ResponseLog(known, file)
+        yield
     finally:
         lock.release()
+
+
+@contextmanager
+def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
+    """The log of a folder that this process has `held`.
+
+    Args:
+        settings: what decides a response and its verdict; those of an earlier start must have been equal.
+
+    Raises:
+        EvaluationError: its responses were made with other settings, or one of them cannot be read.
+        OSError: the folder cannot be written.
+    """
+    _check_settings(folder, settings)
+    known = _read(folder / RESPONSES)
+    with (folder / RESPONSES).open("a", encoding="utf-8") as file:
+        yield ResponseLog(known, file)
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -229,14 +240,16 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
     `model.path`, verified by checksum.
 
     Args:
-        out: gets settings.json, responses.jsonl, problems.jsonl and result.json, and the servers' logs and key.
+        out: gets settings.json, responses.jsonl, problems.jsonl and result.json, status.json, and the servers' logs and
+            key.
         rollout_step: of the run that made the weights, for the result.
 
     Returns:
         What result.json holds.
 
     Raises:
-        EvaluationError: `out` belongs to another evaluation, or the servers' weights changed meanwhile.
+        EvaluationError: `out` belongs to another evaluation, one is at work there, or the servers' weights
+            changed meanwhile.
         Stalled: as `Waits.wait_for`.
     """
     weights = None if config.rollout.urls else Path(config.model.path)
@@ -246,8 +259,11 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
     rules = turn_rules(config, text, heldout.prompts)
     console.note(f"held-out problems: {heldout.summary()}; asked: {config.evaluation.limit or 'all'}")
     waits, deadline_s = Waits(), config.run.step_deadline_s
-    with closing(console), closing(RewardPool(config.reward)) as pool:
-        async with local_fleet(config, out, waits, vocab_size=text.vocab_size, report=console.note) as fleet:
+    with closing(console), held(out), closing(RewardPool(config.reward)) as pool:
+        async with (
+            heartbeat(out, waits, 0, console),
+            local_fleet(config, out, waits, vocab_size=text.vocab_size, report=console.note) as fleet,
+        ):
             responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules)
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
             described = described or await _labels(fleet)
@@ -255,13 +271,15 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             with response_log(out, _settings(config, evaluator, described)) as log:
                 if there := sum(key in log.known for key in evaluator.keys):
                     console.note(f"{there} of {total} responses are there already")
+                others = len(log.known) - there  # of problems or samples that are not asked for now
+                console.run = {"evaluation": Count(there, total, "responses")}
                 if there < total and weights:
                     publishing = fleet.publish(weights, 1)
                     await waits.wait_for("weights of the evaluation", "rollout servers", deadline_s, publishing)
 
                 def record(key: AnswerKey, answer: Answer) -> None:
                     log.add(key, answer)
-                    console.working({"evaluation": Count(len(log.known), total, "responses")})
+                    console.run = {"evaluation": Count(len(log.known) - others, total, "responses")}
 
                 answering = evaluator.answer("eval", known=log.known, record=record)
                 answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)

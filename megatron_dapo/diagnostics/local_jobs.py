@@ -4,6 +4,7 @@ ranks with no servers."""
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
 from megatron_dapo.actor.step_data import Responses
-from megatron_dapo.cluster.engines import api_key, own_engines, visible_gpus
-from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.cluster.engines import api_key, own_engines, servers_ready, visible_gpus
+from megatron_dapo.cluster.waits import Waits, ready_after
 from megatron_dapo.config import Config
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from rollout.fleet.fleet import RolloutFleet
@@ -53,7 +54,10 @@ async def local_fleet(
     fleet = RolloutFleet(config.rollout, engines, vocab_size=vocab_size, report=report, api_key=key, **wanted)
     deadline = config.run.start_deadline_s
     try:
-        await waits.wait_for("server start", "SGLang servers", deadline + 30, fleet.start(deadline), stoppable=True)
+        report(f"{'asking' if config.rollout.urls else 'starting'} {len(engines)} server(s)")
+        count, answer = partial(servers_ready, fleet), fleet.start(deadline)
+        starting = waits.wait_for("server start", "SGLang servers", deadline + 30, answer, stoppable=True, count=count)
+        await ready_after(report, "servers", starting)
         yield fleet
     finally:
         await fleet.close()

@@ -29,6 +29,8 @@ RECENT = 5
 """Rollout steps whose mean duration predicts the time left."""
 QUIET_S = 30.0
 """A log without a new line for so long gets one that says how far the work under way is."""
+START_QUIET_S = 4.0
+"""The same before the work itself has begun, where something has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Console:
         self._bar: Progress | None = None
         self._draws = terminal and not self._screen.is_dumb_terminal
         self._rows: dict[str, TaskID] = {}
-        self._printed = time.monotonic()
+        self._printed, self._said = time.monotonic(), dict[str, Count]()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self.run: dict[str, Count] = {}
         """How far the whole run is, as `working` takes it; empty until it has started."""
@@ -82,9 +84,11 @@ class Console:
 
     def working(self, works: Mapping[str, Count]) -> None:
         """How far each work is: on a terminal a bar that stays until a call without that work, in a log a line, each
-        time nothing was printed for `QUIET_S`."""
+        time nothing was printed for `QUIET_S`, at the start for `START_QUIET_S`."""
         if not self._draws:
-            if time.monotonic() - self._printed >= QUIET_S:
+            quiet, news = time.monotonic() - self._printed, not self.run and works != self._said
+            if works and quiet >= (START_QUIET_S if news else QUIET_S):
+                self._said = dict(works)
                 for name, count in works.items():
                     self.note(f"  {name}: {count.text()}")
             return

@@ -69,6 +69,12 @@ def test_a_run_is_asked_by_its_model_and_whose_settings_hold_is_said(tmp_path, c
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_that_has_no_model_yet_says_so(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_config(model_config(BASE)))
+    with pytest.raises(ConfigError, match="writes its model at its end"):
+        ask(tmp_path, PROBLEM)
+
+
 @pytest.mark.slow
 def test_a_server_answers_as_transformers_does(capsys):
     ask(BASE, PROBLEM)

@@ -16,7 +16,7 @@ from megatron_dapo.cli import status
 from megatron_dapo.cli.status import STALE_S, liveness, lock_holder
 from megatron_dapo.cli.status import status as status_command
 from megatron_dapo.cluster.heartbeat import Heartbeat, read_heartbeat
-from megatron_dapo.monitor.console import QUIET_S
+from megatron_dapo.monitor.console import QUIET_S, Count
 from megatron_dapo.report.source import ReportError
 from tests.monitor.runs import metrics
 from tests.processes import ROOT
@@ -112,6 +112,18 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     assert "running, process 7 on node-9" in text
     assert "waits       server start: waiting for SGLang servers for 3 of 600 s" in text
     assert "no rollout step of 12 is done; no checkpoint yet" in text
+
+
+@pytest.mark.parametrize(("state", "said"), [("running", "running, process 7"), ("stopped", "with the same command")])
+def test_an_evaluation_alone_says_how_far_it_is(state, said, tmp_path, capsys):
+    progress = {"evaluation": Count(120, 400, "responses")}
+    sign = beat(rollout_steps=0, progress=progress, state=state, written=time.time(), host="node-9")
+    write_lines(tmp_path / "status.json", [asdict(sign)])
+    status_command(tmp_path)
+    text = capsys.readouterr().out
+    assert "progress    evaluation: 120 of 400 responses\n" in text
+    assert said in text
+    assert "resume" not in text
 
 
 def test_no_run(tmp_path):

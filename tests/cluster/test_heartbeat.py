@@ -26,7 +26,7 @@ def run_dir(tmp_path):
 def live(run_dir, body, steps=7):
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, steps, Console()):
+        async with heartbeat(run_dir.path, waits, steps, Console()):
             await body(waits)
 
     asyncio.run(run())
@@ -158,7 +158,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir, waits, 7, SimpleNamespace(working=show, run=whole)):
+        async with heartbeat(run_dir.path, waits, 7, SimpleNamespace(working=show, run=whole)):
             with waits.register("batch of groups", "rollout servers", 60.0, lambda: count):
                 await asyncio.sleep(0.05)
                 seen.append(json.loads((run_dir.path / "status.json").read_text())["progress"])
@@ -171,6 +171,19 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
     assert shown.count(whole | {"batch of groups": count}) > 1
     beat = read_heartbeat(run_dir.path)
     assert (beat.waits, beat.progress) == ([], whole)
+
+
+def test_a_blocking_call_is_written_down_before_the_loop_stands_still(run_dir, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL_S", 60)
+
+    async def body(waits):
+        await asyncio.sleep(0.01)
+        with waits.blocking("Ray start", "Ray", 60.0, count=lambda: Count(0, 1, "ready")):
+            beat = read_heartbeat(run_dir.path)
+        assert beat.waits == ["Ray start: waiting for Ray for 0 of 60 s; 0 of 1 ready"]
+        assert beat.progress == {"Ray start": Count(0, 1, "ready")}
+
+    live(run_dir, body)
 
 
 def test_a_file_of_an_earlier_version_has_no_progress(run_dir):

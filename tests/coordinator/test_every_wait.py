@@ -213,12 +213,19 @@ def test_the_start_says_how_many_servers_are_ready() -> None:
         run_config, waits = SimpleNamespace(start_deadline_s=60.0, mode="async"), Waits()
         members = [SimpleNamespace(state=state) for state in (State.READY, State.STARTING)]
         fleet: Any = SimpleNamespace(start=never, members=members, engines=[None, None])
-        context: Any = SimpleNamespace(config=SimpleNamespace(run=run_config), waits=waits)
-        starting = asyncio.ensure_future(run_context._start_both(context, never(), fleet))
+        said: list[str] = []
+        console = SimpleNamespace(note=said.append)
+        context: Any = SimpleNamespace(config=SimpleNamespace(run=run_config), waits=waits, console=console)
+        built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        starting = asyncio.ensure_future(run_context._start_both(context, built, fleet))
         await asyncio.sleep(0.01)
         assert waits.counts() == {"server start": Count(1, 2, "servers")}
         members.clear()  # before the fleet has made them
         assert waits.counts() == {"server start": Count(0, 2, "servers")}
+        assert said == []
+        built.set_result({})
+        await asyncio.sleep(0.01)
+        assert said == ["  trainer ready after 0.0 s"]
         starting.cancel()
 
     asyncio.run(test())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.diagnostics.evaluation_session import RESPONSES, EvaluationError, response_log
+from megatron_dapo.diagnostics.evaluation_session import RESPONSES, EvaluationError, held, response_log
 from megatron_dapo.experience.evaluation import Answer
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
@@ -61,11 +61,7 @@ def test_damaged_settings_are_named_with_the_way_out(tmp_path, content):
 
 
 def test_one_process_writes_at_a_time(tmp_path):
-    with (
-        response_log(tmp_path, SETTINGS),
-        pytest.raises(EvaluationError, match="another evaluation writes there"),
-        response_log(tmp_path, SETTINGS),
-    ):
+    with held(tmp_path), pytest.raises(EvaluationError, match="another evaluation writes there"), held(tmp_path):
         pass
-    with response_log(tmp_path, SETTINGS):
+    with held(tmp_path):
         pass

@@ -1,16 +1,22 @@
 """What README and guide print for a laptop, run as it stands there: in a fresh clone, after a small demo, and from
 another folder."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
+from rollout.server.engine import free_port
 from tests.docs.documents import ROOT, blocks, inline_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -119,3 +125,35 @@ def test_a_model_alone_and_a_runs_model_are_evaluated(clone, tmp_path):
     assert (tmp_path / "evaluations" / "base" / "result.json").is_file()
     well("eval", str(clone / RUN / "model"), few, "evaluation.samples=2", folder=tmp_path, clone=clone)
     assert (clone / RUN / "evaluations" / "model" / "result.json").is_file()
+
+
+def posted(url: str, content: dict[str, Any], server: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The JSON that a server answers once it listens."""
+    request = Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    deadline = time.monotonic() + 200
+    while True:
+        try:
+            return json.load(urlopen(request, timeout=60))
+        except URLError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def test_a_trained_model_is_served_as_the_guide_says(clone, tmp_path):
+    section = (ROOT / "docs" / "guide.md").read_text().partition("## 10.")[2]
+    (line,) = [line for line in section.splitlines() if line.startswith("python -m rollout.server")]
+    (on_a_cpu,) = [text for text in inline_code(section) if text.startswith("--device cpu")]
+    printed = shlex.split(line.partition("  # ")[0])[1:]
+    words = [str(clone / RUN / "model") if word == "exported/step_100" else word for word in printed]
+    port = free_port("127.0.0.1")
+    command = [sys.executable, *words, *shlex.split(on_a_cpu), "--port", str(port)]
+    asked = {"prompt": "Tom has 7 pens. Tom buys 4 more. How many now?\n", "max_tokens": 30, "temperature": 0}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=tmp_path, env=os.environ, stdout=log, stderr=log)
+    try:
+        answer = posted(f"http://127.0.0.1:{port}/v1/completions", asked | {"model": "any"}, server)
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert answer["choices"][0]["text"]

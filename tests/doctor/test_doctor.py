@@ -152,7 +152,7 @@ def test_what_is_seldom_meant_is_a_warning(config, tmp_path):
     assert {status for status, _ in found} == {WARNING}
     clip, repeated, heldout, prose = (said for _, said in found)
     assert clip.startswith("algorithm.clip.high = 28: ratios up to 29 are not clipped")
-    assert "there are only 1 prompts" in repeated
+    assert "more prompts than there are (1)" in repeated
     assert heldout.startswith("1 of 1 held-out problems are trained on too")
     assert "source p: every ground truth is prose, as 'What is one" in prose
 

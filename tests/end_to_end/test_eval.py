@@ -10,6 +10,8 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
+from megatron_dapo.cluster.heartbeat import read_heartbeat
+from megatron_dapo.monitor.console import Count
 from tests.processes import ROOT, Running
 
 CONFIG = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
@@ -47,6 +49,13 @@ def test_the_result_has_figures_with_intervals(whole):
     problems = records(whole / "problems.jsonl")
     assert len(problems) == 10
     assert {len(problem["correct"]) for problem in problems} == {12}
+
+
+def test_it_says_what_it_starts_and_its_state_is_in_a_file(whole):
+    log = next(whole.parent.glob("eval*.txt")).read_text()
+    assert log.index("starting 1 server") < log.index("servers ready after")
+    state = read_heartbeat(whole)
+    assert (state.state, state.progress) == ("finished", {"evaluation": Count(120, 120, "responses")})
 
 
 @pytest.mark.slow

@@ -50,11 +50,20 @@ def whole(tmp_path_factory) -> Path:
     finished = start(run_dir).finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
+    (run_dir.parent / "said.txt").write_text(finished.output)
     return run_dir
 
 
 def lines(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_start_says_what_it_starts_and_what_is_ready(whole):
+    text = (whole.parent / "said.txt").read_text()
+    first = ("reading model", "starting trainer and servers: Ray, 2 trainer rank(s), 1 server(s)", "Ray ready after")
+    places = [text.index(words) for words in (*first, "trainer ready after", "held-out problems before")]
+    assert places == sorted(places)
+    assert places[1] < text.index("servers ready after") < places[-1]
 
 
 def test_the_run_directory_holds_what_the_docs_say(whole):

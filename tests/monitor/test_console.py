@@ -147,6 +147,7 @@ def test_a_quiet_log_says_how_far_the_work_is(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     file = io.StringIO()
     console = Console(file, terminal=False)
+    console.run = {"run": Count(0, 40, "rollout steps")}  # it has begun
 
     def at(seconds, works):
         nonlocal now
@@ -162,6 +163,22 @@ def test_a_quiet_log_says_how_far_the_work_is(monkeypatch):
     batch = "  batch of groups: 12 of 32 groups kept, 1240 tokens/s, longest running 38 s, 20 groups finished"
     update = ["  trainer update: 4 of 16 mini-batches", "  checkpoint: 1 of 2 ranks"]
     assert file.getvalue().splitlines() == [batch, batch, "said", *update]
+
+
+def test_a_log_of_a_start_says_soon_what_has_changed(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    file = io.StringIO()
+    console = Console(file, terminal=False)
+    for seconds in range(2, 51, 2):
+        now = 100.0 + seconds
+        console.working({"server start": Count(min(2, seconds // 5), 2, "servers")})
+    rows = [f"  server start: {ready} of 2 servers" for ready in (0, 1, 2, 2)]
+    assert file.getvalue().splitlines() == rows, "after 4, 8, 12 and 42 s"
+    console.run = {"run": Count(0, 40, "rollout steps")}
+    now += 20
+    console.working({"batch of groups": BATCH})
+    assert len(file.getvalue().splitlines()) == 4, "within a step a line is due after a longer time"
 
 
 def test_a_terminal_has_a_bar_for_each_work_as_long_as_it_goes_on(monkeypatch):

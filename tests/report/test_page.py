@@ -12,6 +12,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status as status_command
 from megatron_dapo.monitor.catalog import check_declared
+from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import SERIES_COLOURS
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.sections import group_by_seed, read_sections
@@ -245,6 +246,15 @@ def test_a_run_that_measured_all_that_charts_show_has_a_colour_for_each(tmp_path
     assert "c8" in classes, "handover, the ninth layer of the time"
     assert not {name for name in classes if f".{name} {{" not in style}
     assert not {name for name in re.findall(r"var\((--c\d+)\)", html) if style.count(f"{name}: #") != 2}, "light, dark"
+
+
+def test_a_phase_has_one_colour_in_the_bar_of_the_time_and_in_its_chart(tmp_path):
+    run = write_run(tmp_path / "run")
+    spent = {f"timing/{phase}": 2.0 for phase in PHASES}
+    write_lines(run / "metrics.jsonl", [{**line, **spent} for line in metrics()])
+    first, _, rest = report_page([Run(run)]).partition('<div id="time">')
+    for phase in (phase.replace("_", " ") for phase in PHASES):
+        assert re.search(rf'"dot (c\d)"></i>{phase} ', first)[1] == re.search(rf'"line (c\d) d0"></i>{phase} ', rest)[1]
 
 
 def test_a_statistic_of_the_loss_has_a_chart_without_being_declared(tmp_path):

@@ -182,6 +182,20 @@ def test_a_resume_may_change_only_stages_that_lie_ahead(begun):
             check_resume(changed, inputs(), run_dir)
 
 
+def test_refused_stages_come_with_those_that_a_resume_may_have(begun):
+    """Those of the run so far, and those asked for that lie ahead."""
+    run_dir, file = begun
+    run_dir.write_text(
+        "config.yaml", dump_config(load_config(file, ["rollout.stages=[{from_step: 2, temperature: 1.2}]"]))
+    )
+    asked = "rollout.stages=[{from_step: 1, temperature: 1.1}, {from_step: 5, temperature: 0.9}]"
+    with pytest.raises(RunDirError) as caught:
+        check_resume(load_config(file, [asked]), inputs(), run_dir)
+    offered = load_config(file, caught.value.overrides)
+    assert [(stage.from_step, stage.temperature) for stage in offered.rollout.stages] == [(2, 1.2), (5, 0.9)]
+    check_resume(offered, inputs(), run_dir)
+
+
 def test_a_resume_with_another_algorithm_says_so(begun):
     run_dir, file = begun
     assert check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir) == []
