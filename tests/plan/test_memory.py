@@ -14,7 +14,9 @@ from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
     CHECKPOINT_WEIGHTS,
     activation_numbers,
+    disk_bytes,
     host_memory,
+    node_memory,
     server_memory,
     trainer_memory,
 )
@@ -184,3 +186,16 @@ def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
     assert copied({}) == pytest.approx([12 / ranks, 2], rel=0.1)
     assert copied({"actor.optimizer.distributed": False}) == pytest.approx([12, 2], rel=0.1)
     assert copied({"run.checkpoint_in_background": False}) == [0, 0]
+
+
+def test_the_disk_is_that_of_the_model(constants):
+    expected = 3 * 65.5e9 + 3 * 32.76e9 * 14
+    needed = disk_bytes(Scenario(load_config(RECIPES / "h100_32.yaml"), HF, constants))
+    assert needed == pytest.approx(expected, rel=0.001), "two checkpoints and one being written"
+
+
+def test_a_node_has_a_checkpoint_of_the_ranks_that_write_it(constants):
+    """Eight ranks of 4.1e9 parameters each: 53 GB a rank with the optimizer's state on the host, and 14 bytes a
+    parameter more for a checkpoint."""
+    needed = node_memory(Scenario(load_config(RECIPES / "h100_16.yaml"), HF, constants), processes=8)
+    assert needed == pytest.approx(902.4e9, rel=1e-3), "8 x (53.2 + 57.3), 10.3 of the coordinator, 8.1 of an export"
