@@ -116,8 +116,7 @@ def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Iterator[Fi
     with tempfile.TemporaryDirectory(dir=beside, prefix=".doctor-") as folder:
         arguments = ["train", str(path), *overrides, f"run.dir={Path(folder) / 'run'}", *keys.split()]
         command = shlex.join([sys.executable, "-m", "megatron_dapo.cli.main", *arguments])
-        deadline_s = config.run.start_deadline_s + config.run.step_deadline_s
-        answer = run(["sh", "-c", f"exec {command} 2>&1"], deadline_s)
+        answer = run(["sh", "-c", f"exec {command} 2>&1"], config.run.start_deadline_s + config.run.step_deadline_s)
     if answer.returncode == 0:
         yield passed("one rollout step: responses, verdicts, updates, new weights on every server")
         return

@@ -75,8 +75,8 @@ def cause(answer: Answer) -> str:
         return f"ended by signal {-answer.returncode}"
     causes = re.findall(r"^- (\w+(?:Error|Exception): .+)", answer.stderr, re.MULTILINE)
     errors = re.findall(r"^[\w.]+(?:Error|Exception): .+|^\S+ (?:fatal )?error: .+", answer.stderr, re.MULTILINE)
-    lines = answer.stderr.strip().splitlines()
-    return (causes[:1] or errors[-1:] or lines[-1:] or [f"exit code {answer.returncode}"])[0][:300]
+    last = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
+    return (causes[:1] or errors[-1:] or last)[0][:300]
 
 
 def run(command: Sequence[str], deadline_s: float = ASK_DEADLINE_S) -> Answer:
