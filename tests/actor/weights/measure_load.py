@@ -15,7 +15,7 @@ import typer
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.benchmarks.peak_memory import begin_peak, peak_resident
+from tests.actor.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model
 
 GIB = 2**30
