@@ -117,12 +117,11 @@ def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Iterator[Fi
         arguments = ["train", str(path), *overrides, f"run.dir={Path(folder) / 'run'}", *keys.split()]
         command = shlex.join([sys.executable, "-m", "megatron_dapo.cli.main", *arguments])
         answer = run(["sh", "-c", f"exec {command} 2>&1"], config.run.start_deadline_s + config.run.step_deadline_s)
-    if answer.returncode == 0:
-        yield passed("one rollout step: responses, verdicts, updates, new weights on every server")
-        return
-    last = "\n".join(answer.stdout.strip().splitlines()[-_LAST_LINES:]) or answer.stderr
-    by_hand = shlex.join(["megatron-dapo", *arguments])
-    yield failed(f"exit code {answer.returncode}:\n{last}", FIX["dry run"].format(by_hand))
+    if answer.returncode:
+        last = "\n".join(answer.stdout.strip().splitlines()[-_LAST_LINES:]) or answer.stderr
+        by_hand = shlex.join(["megatron-dapo", *arguments])
+        yield failed(f"exit code {answer.returncode}:\n{last}", FIX["dry run"].format(by_hand))
+    yield passed("one rollout step: responses, verdicts, updates, new weights on every server")
 
 
 _SAID = (ValueError, RunDirError, ServerStartError, OSError, ImportError)
@@ -151,10 +150,9 @@ def examine(facts: Facts) -> Iterator[tuple[str, Finding]]:
 
 def findings_of(check: Iterator[Finding]) -> list[Finding]:
     """What is wrong, or, where nothing is, what passes."""
-    found = []
+    found: list[Finding] = []
     try:
-        for finding in check:
-            found.append(finding)
+        found.extend(check)
     except _SAID as error:
         found.append(failed(str(error), FIX["message"]))
     return [finding for finding in found if finding.status is not Status.PASS] or found

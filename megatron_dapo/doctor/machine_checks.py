@@ -51,9 +51,8 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
     """
     rollout = facts.config.rollout
     for url in rollout.urls:
-        parts = urlsplit(url)
         try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
+            port = (parts := urlsplit(url)).port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_S).close()
         except (OSError, ValueError) as error:
             yield failed(f"no answer from {url}: {error}", FIX["remote server"])
