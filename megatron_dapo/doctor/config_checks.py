@@ -89,11 +89,10 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     """What the processes of this machine need, by the plan, against what it can give."""
     case, available = _scenario(facts.config), psutil.virtual_memory().available
     processes = min(facts.needed_gpus, len(facts.gpus))
-    needed = node_memory(case, processes)
-    if routing := routing_of_batch(case):
-        each = routing_bytes(case.config, case.hf)
-        yield passed(f"routing: {each} bytes a token, at most {routing / 1e9:.1f} GB a batch")
+    needed, routing = node_memory(case, processes), routing_of_batch(case)
     shown = f"{available / 1e9:.1f} GB available, about {needed / 1e9:.1f} GB planned for {processes} processes"
+    if routing:
+        shown += f"; routing: {routing_bytes(case.config, case.hf)} bytes a token, up to {routing / 1e9:.1f} GB a batch"
     yield passed(shown) if needed <= available else warning(shown, FIX["host memory"])
 
 
@@ -124,10 +123,6 @@ def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Iterator[Fi
     yield passed("one rollout step: responses, verdicts, updates, new weights on every server")
 
 
-_SAID = (ValueError, RunDirError, ServerStartError, OSError, ImportError)
-"""Errors whose message says what is wrong and what to do: those of config, model and data are ValueErrors."""
-
-
 ANYWHERE = (machine.check_versions, machine.check_gpus, machine.check_limits)
 ON_GPUS = (machine.check_torch, machine.check_compilers, machine.check_network, machine.check_infiniband)
 OF_A_CONFIG = (machine.check_ports, check_run_dir, check_model, check_disk, check_inputs)
@@ -153,6 +148,7 @@ def findings_of(check: Iterator[Finding]) -> list[Finding]:
     found: list[Finding] = []
     try:
         found.extend(check)
-    except _SAID as error:
+    # Their messages say what is wrong and what to do; those of config, model and data are ValueErrors.
+    except (ValueError, RunDirError, ServerStartError, OSError, ImportError) as error:
         found.append(failed(str(error), FIX["message"]))
     return [finding for finding in found if finding.status is not Status.PASS] or found
