@@ -195,8 +195,9 @@ class Installer:
             # Half of it would make `import megatron.core` fail, so all of it goes.
             self._packages.call(*self._packages.pip, "uninstall", "--yes", extension, *others)
             return
-        self._say("TransformerEngine: without a wheel of its torch extension that is built, for 25 core minutes")
-        print("  if memory runs out: MAX_JOBS=1 make install-gpu")
+        self._say("TransformerEngine")
+        print("  where no wheel of its torch extension was found, that is built: 25 core minutes")
+        print("  if memory runs out, MAX_JOBS=1 make install-gpu", flush=True)
         self._packages.environment |= transformer_engine.build_variables(self._packages.python, self.site)
         wheel = self._engine_wheel("-v")
         print(f"  its wheel is kept in {os.path.relpath(self._wheels)}")
