@@ -25,7 +25,7 @@ def doctor(
     """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
     from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.doctor import config_checks
-    from megatron_dapo.doctor.probing import IN_A_JOB, Facts, failed, warning
+    from megatron_dapo.doctor.probing import FIX, Facts, failed, warning
 
     console = wide_console()
     if dry_run and config is None:
@@ -39,18 +39,18 @@ def doctor(
         if finding.fix:
             console.print(Text(f"        fix: {finding.fix}"))
 
-    loaded = None
+    facts = Facts()
     try:
-        loaded = None if config is None else with_local_paths(load_config(config, overrides or []))
+        facts = Facts(with_local_paths(load_config(config, overrides or []))) if config else facts
     except ConfigError as error:
-        show("config", failed(str(error), "correct the config as the message says"))
-    for name, finding in config_checks.examine(facts := Facts(loaded)):
+        show("config", failed(str(error), FIX["config"]))
+    for name, finding in config_checks.examine(facts):
         show(name, finding)
     if dry_run and facts.elsewhere:
-        show("dry run", warning(f"not made: it needs {facts.elsewhere} GPUs of other nodes", IN_A_JOB))
-    elif dry_run and config is not None and loaded is not None and not counts["fail"]:
+        show("dry run", warning(f"not made: it needs {facts.elsewhere} GPUs of other nodes", FIX["in a job"]))
+    elif dry_run and config and not counts["fail"]:
         console.print("dry run: starting trainer and servers")
-        for finding in config_checks.findings_of(config_checks.dry_run(config, overrides or [], loaded)):
+        for finding in config_checks.findings_of(config_checks.dry_run(config, overrides or [], facts.config)):
             show("dry run", finding)
     console.print(", ".join(f"{counts[status]} {status}" for status in _STYLES))
     raise typer.Exit(ExitCode.FAILED if counts["fail"] else ExitCode.FINISHED)

@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,6 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.ask import ask
-from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.certify import certify
 from megatron_dapo.cli.command_line import ConfigFile, Overrides, config_of
 from megatron_dapo.cli.diff import diff
@@ -81,7 +81,6 @@ def report(
 
 app.command()(slurm)
 app.command()(certify)
-app.command()(bisect)
 
 
 @app.command()
@@ -121,8 +120,9 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     print("# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does that")
 
 
-def main() -> None:
-    """Entry point of `megatron-dapo`. An error that explains itself is printed without a traceback."""
+def main(commands: Callable[[], object] = app) -> None:
+    """Entry point of `megatron-dapo`, and of tools that end as its commands do. An error that explains itself is
+    printed without a traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     # No option of ours has a dot: `--run.dir=x` can only mean `run.dir=x`.
     sys.argv[1:] = [re.sub(r"^--(?=[a-z_]+\.[\w.]+=)", "", word) for word in sys.argv[1:]]
@@ -130,7 +130,7 @@ def main() -> None:
         print(f"megatron-dapo {version('megatron-dapo')}")
         return
     try:
-        app()
+        commands()
     except Exception as error:
         code = exit_code_of(error)
         if code is None:

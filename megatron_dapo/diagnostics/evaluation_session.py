@@ -159,7 +159,7 @@ def newest_weights(run: Path) -> tuple[Path, int | None]:
     raise EvaluationError(
         f"{run}: no weights in Hugging Face format below model/ or weights/: wait for the run's first ones (with "
         "rollout.weight_sync=disk), or convert a checkpoint with tools/convert_checkpoint.py and name its folder "
-        "(eval --model FOLDER; bisect CONFIG.yaml model.path=FOLDER)"
+        "(eval --model FOLDER; tools.bisect CONFIG.yaml model.path=FOLDER)"
     )
 
 

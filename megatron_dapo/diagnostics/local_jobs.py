@@ -3,7 +3,7 @@ ranks with no servers."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -95,11 +95,9 @@ def _on_rank(place: RankPlace, job: ActorJob, function: Callable[..., Any], args
     actor = MegatronActor(
         config.actor,
         config.model,
-        rank=place.rank,
-        world_size=place.world_size,
-        rendezvous=place.rendezvous,
         steps_per_rollout=config.algorithm.mini_batches_per_step,
         seed=config.run.seed,
         timeout_s=job.deadline_s,
+        **asdict(place),
     )
     return function(actor, *args)

@@ -17,30 +17,14 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_dapo.doctor.probing import IMPORT_DEADLINE_S, IN_A_JOB, Facts, Finding, failed, passed, run, warning
+from megatron_dapo.doctor.probing import FIX, LOST, Facts, Finding, cause, failed, passed, run, warning
 from rollout.server.engine import hold_port
 
 _SHOWN = [canonicalize_name(name) for name in ("torch", "megatron-core", "sglang", "ray", "transformers")]
-_SHARED_MEMORY = 2e9
-_SHARED_MEMORY_GPU = 10e9
-"""Ray puts the object store of a large node on the disk below /tmp where there is less."""
-
 _CONNECT_S = 3.0
-
-INSTALL = "make install-gpu, or the pins of the GPU lock in requirements/"
-_IMPORT_FIX = (
-    f"{INSTALL}; TransformerEngine is built after torch: pip install --no-build-isolation transformer-engine[pytorch]"
-)
 _BUSY_SHARE = 0.1
-_NO_DRIVER = "drain the node; reload the driver (modprobe nvidia) or reboot; without: actor.device=cpu"
 _TRAINER = ("megatron.core", "transformer_engine.pytorch")
 _SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.entrypoints.http_server")
-_LOST = {
-    "transformer_engine.pytorch": "the trainer takes Megatron's own layers: slower, more memory, no FP8",
-    "flashinfer": "servers sample by PyTorch's kernels, which is slower",
-    "torch_memory_saver.utils": "no run.mode: colocated, whose servers give their memory back by it",
-}
-"""What a run does without a part; it does not start without another one."""
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
@@ -53,8 +37,8 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
         version = installed.get(canonicalize_name(one.name))
         if version is None or not one.specifier.contains(version, prereleases=True):
             there = "is not installed" if version is None else f"{version} is installed"
-            fix = f'make install, or pip install --no-deps "{one.name}{one.specifier}"'
-            yield failed(f"{one.name} {there}; needed: {one.specifier or 'any version'}", fix)
+            found = f"{one.name} {there}; needed: {one.specifier or 'any version'}"
+            yield failed(found, FIX["package"].format(f"{one.name}{one.specifier}"))
     shown = ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed)
     yield passed(f"{len(needed)} packages inside their bounds: {shown}")
 
@@ -65,27 +49,25 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
     Raises:
         ServerStartError: a port is taken.
     """
-    rollout = facts.given.rollout
+    rollout = facts.config.rollout
     for url in rollout.urls:
-        parts = urlsplit(url)
         try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
+            port = (parts := urlsplit(url)).port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=_CONNECT_S).close()
         except (OSError, ValueError) as error:
-            yield failed(f"no answer from {url}: {error}", "start this server, or correct rollout.urls")
-    for index in range(rollout.servers if facts.own_servers else 0):
+            yield failed(f"no answer from {url}: {error}", FIX["remote server"])
+    for index in range(0 if rollout.urls else rollout.servers):
         hold_port(rollout, index).close()
-    yield passed(f"{rollout.host} can be listened on" if facts.own_servers else "all rollout.urls can be reached")
+    yield passed(f"{rollout.host} can be listened on" if not rollout.urls else "all rollout.urls can be reached")
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
     """Shared memory, through which Ray's object store and the ranks of a node talk."""
-    path, wanted = facts.root / "dev/shm", _SHARED_MEMORY_GPU if facts.on_gpus else _SHARED_MEMORY
+    # Ray puts the object store of a large node on the disk below /tmp where there is less.
+    path, wanted = facts.root / "dev/shm", 10e9 if facts.on_gpus else 2e9
     free = shutil.disk_usage(path).free if path.is_dir() else 0
-    if free < wanted:
-        fix = "give a container more: --shm-size=16g (docker), or mount a larger tmpfs there"
-        yield warning(f"{free / 1e9:.1f} GB of shared memory free in {path}", fix)
-    yield passed(f"{free / 1e9:.1f} GB of shared memory free in {path}")
+    shown = f"{free / 1e9:.1f} GB of shared memory free in {path}"
+    yield passed(shown) if free >= wanted else warning(shown, FIX["shared memory"])
 
 
 def check_network(facts: Facts) -> Iterator[Finding]:
@@ -96,8 +78,7 @@ def check_network(facts: Facts) -> Iterator[Finding]:
     if address in ("nothing", "::1") or address.startswith("127."):
         # Gloo listens on the address of the name; Ray, where there is no route to the outside.
         make = failed if facts.several_nodes and "GLOO_SOCKET_IFNAME" not in os.environ else warning
-        fix = f"give {host} its address in /etc/hosts, and no line with 127.0.1.1; or set GLOO_SOCKET_IFNAME"
-        yield make(f"{host} resolves to {address}: a run on several nodes would not meet", fix)
+        yield make(f"{host} resolves to {address}: a run on several nodes would not meet", FIX["name"].format(host))
     yield passed(f"{host} is {address}")
 
 
@@ -107,15 +88,12 @@ def check_infiniband(facts: Facts) -> Iterator[Finding]:
     states = [f"{port.parents[2].name}:{port.parent.name} {port.read_text().strip()}" for port in ports]
     active = [state for state in states if state.endswith("ACTIVE")]
     if not active:
-        fix = "check driver (lspci), cable, switch and subnet manager (ibstat), or keep a run on one node"
-        yield warning(f"no InfiniBand or RoCE port is up ({', '.join(states) or 'no adapter'})", fix)
+        yield warning(f"no InfiniBand or RoCE port is up ({', '.join(states) or 'no adapter'})", FIX["infiniband"])
     elif not list((facts.root / "dev/infiniband").glob("uverbs*")):
-        found = f"{', '.join(active)}, but no /dev/infiniband/uverbs*: this container cannot use it"
-        yield warning(found, "give the container /dev/infiniband (docker: --device /dev/infiniband)")
+        yield warning(f"{', '.join(active)}, but this container has no /dev/infiniband/uverbs*", FIX["verbs"])
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if active and locked != resource.RLIM_INFINITY:
-        found = f"at most {locked / 1024:.0f} KiB of locked memory; InfiniBand locks NCCL's buffers"
-        yield warning(found, "ulimit -l unlimited before the run (docker: --ulimit memlock=-1)")
+        yield warning(f"at most {locked / 1024:.0f} KiB of locked memory for NCCL over InfiniBand", FIX["memlock"])
     yield passed(", ".join(active))
 
 
@@ -123,106 +101,87 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     """How many there are, whether they suffice, and what is in the way of using them."""
     config, gpus, answer = facts.config, facts.gpus, facts.nvidia_smi
     if answer is not None and not gpus:
-        said = f"{answer.output}\n{answer.error}".strip()
+        said = f"{answer.stdout}\n{answer.stderr}".strip() or "no output"
         if "No devices were found" not in said:  # as on a login node
-            last = (said.splitlines() or ["no output"])[-1]
-            yield failed(f"nvidia-smi is here but lists no GPU (exit code {answer.code}): {last}", _NO_DRIVER)
+            why = f"(exit code {answer.returncode}): {said.splitlines()[-1]}"
+            yield failed(f"nvidia-smi is here but lists no GPU {why}", FIX["driver"])
             return
-        yield warning("nvidia-smi is here but finds no device", "run this on the node that has the GPUs")
+        yield warning("nvidia-smi is here but finds no device", FIX["no device"])
+    # A tensor-parallel group stands on one node.
+    group = max(config.actor.layout.tensor, 1 if config.rollout.urls else config.rollout.tensor_parallel)
     shown = "none: a run here uses the CPU"
     if gpus:
         shown = f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}"
-    if not gpus and config is not None and config.actor.device == "cuda":
-        yield failed("none is visible", "set actor.device=auto for a run on the CPU, or install the driver")
+    if not gpus and config.actor.device == "cuda":
+        yield failed("none is visible", FIX["no gpu"])
     elif not gpus and facts.elsewhere:
-        cores = f"too many for {len(os.sched_getaffinity(0))} cores"
-        found = f"none, and {facts.elsewhere} processes of trainer and servers are {cores}"
-        here = facts.given.actor.device == "cpu" or "SLURM_JOB_ID" in os.environ  # else as on a login node
-        yield failed(found, "lower actor.layout and rollout.servers") if here else warning(found, IN_A_JOB)
-    elif gpus and facts.elsewhere and (group := facts.largest_group) > len(gpus):
-        yield failed(f"{shown}; a tensor-parallel group of {group} stands on one node", "give this job all its GPUs")
+        cores = len(os.sched_getaffinity(0))
+        found = f"none; {facts.elsewhere} processes of trainer and servers are too many for {cores} cores"
+        here = config.actor.device == "cpu" or "SLURM_JOB_ID" in os.environ  # else as on a login node
+        yield failed(found, FIX["cores"]) if here else warning(found, FIX["in a job"])
+    elif gpus and facts.elsewhere and group > len(gpus):
+        yield failed(f"{shown}; a tensor-parallel group of {group} stands on one node", FIX["group"])
     elif facts.elsewhere:
-        yield warning(f"{shown}; trainer and servers need {facts.elsewhere} more, on other nodes", IN_A_JOB)
-    else:
-        yield passed(shown)
+        yield warning(f"{shown}; trainer and servers need {facts.elsewhere} more, on other nodes", FIX["in a job"])
+    yield passed(shown)
     if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:
-        yield warning(f"memory of GPU {', '.join(busy)} is in use", "end what uses it: nvidia-smi lists the processes")
+        yield warning(f"memory of GPU {', '.join(busy)} is in use", FIX["busy"])
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
     """A CUDA build that the driver can run, which sees all GPUs."""
-    torch, count = facts.torch, len(facts.gpus)
-    shown = f"{torch.get('version')}, CUDA {torch.get('cuda')}"
-    if "version" not in torch:
-        yield failed(f"cannot be imported: {torch['cause']}", INSTALL)
-    elif torch["cuda"] is None:
-        yield failed(f"{torch['version']} is a build without CUDA", INSTALL)
-    elif count and not torch["devices"]:
-        fix = (
-            "CUDA 12 needs driver 525 or newer, CUDA 13 driver 580 (or NVIDIA's cuda-compat libraries); look at "
-            "CUDA_VISIBLE_DEVICES; error 802: start nvidia-fabricmanager; error 803: driver and libcuda differ"
-        )
-        driver = facts.gpus[0].driver
-        yield failed(f"{shown} sees no GPU, nvidia-smi does (driver {driver}): {torch['cause']}", fix)
-    elif torch["devices"] < count:
-        found = f"{shown} sees {torch['devices']} of {count} GPUs"
-        yield warning(found, "unset CUDA_VISIBLE_DEVICES, unless others use the rest")
-    else:
-        yield passed(shown)
+    gpus, (version, cuda, devices, why) = facts.gpus, facts.torch
+    shown = f"{version}, CUDA {cuda}"
+    if not version:
+        yield failed(f"cannot be imported: {why}", FIX["install"])
+    elif not cuda:
+        yield failed(f"{version} is a build without CUDA", FIX["install"])
+    elif gpus and not devices:
+        yield failed(f"{shown} sees no GPU, nvidia-smi does (driver {gpus[0].driver}): {why}", FIX["cuda"])
+    elif devices < len(gpus):
+        yield warning(f"{shown} sees {devices} of {len(gpus)} GPUs", FIX["hidden"])
+    yield passed(shown)
 
 
 def check_imports(facts: Facts) -> Iterator[Finding]:
-    """Each in a child process, all at once. Without a GPU nothing is imported: kernels need the driver."""
-    config, lost = facts.config, dict(_LOST)
-    if config is not None and config.actor.fp8 != "none":
-        del lost["transformer_engine.pytorch"]
-    if config is not None and config.run.mode == "colocated":
-        del lost["torch_memory_saver.utils"]
-    modules = _TRAINER + (_SERVER if facts.own_servers else ())
-    if not facts.gpus:
-        yield passed("not looked at: kernels need a driver, and no GPU is visible")
-        return
+    """Each in a child process, all at once."""
+    fp8, colocated = facts.config.actor.fp8 != "none", facts.config.run.mode == "colocated"
+    needed = {"transformer_engine.pytorch": fp8, "torch_memory_saver.utils": colocated}
+    modules = _TRAINER + (() if facts.config.rollout.urls else _SERVER)
     with ThreadPoolExecutor(len(modules)) as threads:
-        commands = ([*facts.python, "-c", f"import torch, {module}"] for module in modules)
-        answers = list(threads.map(lambda command: run(command, IMPORT_DEADLINE_S), commands))
+        answers = list(threads.map(facts.run_python, (f"import torch, {module}" for module in modules)))
     for module, answer in zip(modules, answers, strict=True):
-        absent = re.search(r"No module named '([\w.]+)'", answer.cause)
-        if answer.code == 0:
+        absent = re.search(r"No module named '([\w.]+)'", cause(answer))
+        if answer.returncode == 0:
             yield passed(module)
         elif absent is None or not f"{module}.".startswith(f"{absent[1]}."):
-            yield failed(f"{module} is there and broken: {answer.cause}", _IMPORT_FIX)
-        elif module in lost:
-            yield warning(f"no {module}: {lost[module]}", _IMPORT_FIX)
+            yield failed(f"{module} is there and broken: {cause(answer)}", FIX["import"])
+        elif module in LOST and not needed.get(module):
+            yield warning(f"no {module}: {LOST[module]}", FIX["import"])
         else:
-            yield failed(f"no {module}, which this run needs", _IMPORT_FIX)
+            yield failed(f"no {module}, which this run needs", FIX["import"])
 
 
 def check_compilers(facts: Facts) -> Iterator[Finding]:
     """Triton and torch.compile build a module in C for Python; the servers' kernels are compiled when first used."""
     paths = sysconfig.get_paths()
     compiler = os.environ.get("CC", "").strip() or ("gcc" if shutil.which("gcc") else "clang")
-    answer = run(
-        (*compiler.split(), "-fsyntax-only", "-I", paths["include"], "-include", "Python.h", "-xc", os.devnull)
-    )
-    if answer.code != 0:
-        found = f"{compiler} cannot include Python.h ({paths['include']}): {answer.cause}"
-        yield failed(found, "install gcc and Python's headers (python3-dev), or set CC")
-    if not facts.own_servers:
-        yield passed("C")
-        return
-    search = f"{Path(facts.python[0]).parent}:{os.environ.get('PATH', '')}"  # as servers have it
-    if missing := [program for program in ("c++", "ninja") if shutil.which(program, path=search) is None]:
-        yield failed(f"no {', '.join(missing)} on PATH: servers compile kernels by it", f"install g++; {INSTALL}")
-    major, nvcc = (facts.torch.get("cuda") or "13").partition(".")[0], shutil.which("nvcc")
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    home = Path(named) if named else Path(nvcc).parents[1] if nvcc else facts.root / "usr/local/cuda"
-    # Where SGLang and flashinfer look.
-    needed = ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so")
-    if away := [name for name in needed if not (home / name).is_file()]:
-        fix = f"install the CUDA {major} toolkit, and set CUDA_HOME to its folder"
-        own = Path(paths["purelib"]) / f"nvidia/cu{major}"
-        if (own / "bin/nvcc").is_file():  # the lock's wheels: libraries in lib, by full name only
-            link = f"mkdir -p {own}/lib64; ln -sf ../lib/libcudart.so.{major} {own}/lib64/libcudart.so"
-            fix = f"export CUDA_HOME={own}; {link}; or {fix}"
-        yield failed(f"{home} has no {', '.join(away)}: servers compile kernels with it", fix)
-    yield passed("C, C++, CUDA and ninja")
+    arguments = ("-fsyntax-only", "-I", paths["include"], "-include", "Python.h", "-xc", os.devnull)
+    answer = run((*compiler.split(), *arguments))
+    if answer.returncode != 0:
+        yield failed(f"{compiler} cannot include Python.h ({paths['include']}): {cause(answer)}", FIX["c"])
+    own_servers = not facts.config.rollout.urls
+    if own_servers:
+        search = f"{Path(facts.python[0]).parent}:{os.environ.get('PATH', '')}"  # as servers have it
+        if missing := [program for program in ("c++", "ninja") if shutil.which(program, path=search) is None]:
+            yield failed(f"no {', '.join(missing)} on PATH: servers compile kernels by it", FIX["c++"])
+        named, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+        home = Path(named) if named else Path(nvcc).parents[1] if nvcc else facts.root / "usr/local/cuda"
+        # Where SGLang and flashinfer look.
+        needed = ("bin/nvcc", "include/cuda_runtime.h", "lib64/libcudart.so")
+        if away := [name for name in needed if not (home / name).is_file()]:
+            major = (facts.torch[1] or "13").partition(".")[0]
+            own = Path(paths["purelib"]) / f"nvidia/cu{major}"
+            fix = FIX["wheels" if (own / "bin/nvcc").is_file() else "toolkit"].format(own=own, major=major)
+            yield failed(f"{home} has no {', '.join(away)}: servers compile kernels with it", fix)
+    yield passed("C, C++, CUDA and ninja" if own_servers else "C")

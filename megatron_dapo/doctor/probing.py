@@ -1,11 +1,9 @@
 """What a check reports, and what the checks know of this machine, each thing asked once."""
 
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from subprocess import DEVNULL, PIPE, CompletedProcess, Popen, TimeoutExpired
+from typing import NamedTuple
+
+import yaml
+from pydantic import TypeAdapter
 
 from megatron_dapo.config import Config
 from megatron_dapo.plan.scenario import share_gpus
@@ -22,18 +24,23 @@ ASK_DEADLINE_S = 30.0
 IMPORT_DEADLINE_S = 180.0
 """Libraries of gigabytes, perhaps from a network file system."""
 
-IN_A_JOB = "look at one of its nodes by `srun --nodes=1 --gpus-per-node=8 megatron-dapo doctor CONFIG.yaml`; "
-IN_A_JOB += "make the first job short (megatron-dapo slurm CONFIG.yaml run.rollout_steps=1)"
-"""What to do where the run needs more GPUs than this machine has."""
+_TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+FIX: dict[str, str] = _TABLES["fixes"]
+"""What to do, by what is wrong."""
+LOST: dict[str, str] = _TABLES["lost"]
+"""What a run does without a module; it does not start without another one."""
+
+_LEAST = '{"run": {"dir": ".", "rollout_steps": 1}, "model": {"path": ".", "context_length": 1}, "data": {"path": "."}}'
+NO_CONFIG = TypeAdapter(Config).validate_json(_LEAST)
+"""With every key's default: what the checks of the machine alone take for the config."""
 
 _REAP_S = 2.0
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 _TORCH = """
-import json, torch
-found = dict(version=torch.__version__, cuda=torch.version.cuda, devices=0)
-print("", json.dumps(found), sep="\\n", flush=True)
+import torch
+print("\\ntorch", torch.__version__, torch.version.cuda or "", 0, sep="|", flush=True)
 torch.version.cuda and torch.cuda.init()
-print("", json.dumps(found | dict(devices=torch.cuda.device_count())), sep="\\n")
+print("\\ntorch", torch.__version__, torch.version.cuda or "", torch.cuda.device_count(), sep="|")
 """
 
 
@@ -52,55 +59,43 @@ class Finding(NamedTuple):
     """What to do; empty where nothing is wrong."""
 
 
+Answer = CompletedProcess[str]
+"""What became of a command. As in a shell its `returncode` is 127 if it could not be started, 124 if it did not end in
+time; `stderr` says which."""
+
 passed, warning, failed = (partial(Finding, status) for status in Status)
 
 
-class Answer(NamedTuple):
-    """What became of a command: Answer(1, "", "nvcc fatal: ...")"""
+def cause(answer: Answer) -> str:
+    """Why a command failed, in one line: of a Python traceback, or of a compiler, its last error.
 
-    code: int | None
-    """None: it could not be started, or did not end in time; `error` says which."""
-    output: str
-    error: str
-
-    @property
-    def cause(self) -> str:
-        """Why it failed, in one line: of a Python traceback, or of a compiler, its last error.
-
-        sgl_kernel's error lists its own causes in lines that begin with a dash: the first of them counts.
-        """
-        if self.code is not None and self.code < 0:
-            return f"ended by signal {-self.code}"
-        causes = re.findall(r"^- (\w+(?:Error|Exception): .+)", self.error, re.MULTILINE)
-        errors = re.findall(r"^[\w.]+(?:Error|Exception): .+|^\S+ (?:fatal )?error: .+", self.error, re.MULTILINE)
-        lines = self.error.strip().splitlines()
-        return (causes[:1] or errors[-1:] or lines[-1:] or [f"exit code {self.code}"])[0][:300]
+    sgl_kernel's error lists its own causes in lines that begin with a dash: the first of them counts.
+    """
+    if answer.returncode < 0:
+        return f"ended by signal {-answer.returncode}"
+    causes = re.findall(r"^- (\w+(?:Error|Exception): .+)", answer.stderr, re.MULTILINE)
+    errors = re.findall(r"^[\w.]+(?:Error|Exception): .+|^\S+ (?:fatal )?error: .+", answer.stderr, re.MULTILINE)
+    last = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
+    return (causes[:1] or errors[-1:] or last)[0][:300]
 
 
 def run(command: Sequence[str], deadline_s: float = ASK_DEADLINE_S) -> Answer:
     """Returns at the deadline also where a hung driver keeps the command from being killed."""
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+        process = Popen(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace", start_new_session=True
         )
     except OSError as error:
-        return Answer(None, "", f"{command[0]}: {error.strerror}")
+        return Answer(command, 127, "", f"{command[0]}: {error.strerror}")
     try:
         output, said = process.communicate(timeout=deadline_s)
-        return Answer(process.returncode, output, said)
-    except subprocess.TimeoutExpired:
-        return Answer(None, "", f"no end within {deadline_s:g} s")
+        return Answer(command, process.returncode, output, said)
+    except TimeoutExpired:
+        return Answer(command, 124, "", f"no end within {deadline_s:g} s")
     finally:
         if process.returncode is None:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_REAP_S)
 
 
@@ -115,80 +110,65 @@ class Gpu(NamedTuple):
 
 def gpus_of(text: str) -> list[Gpu]:
     """Those of nvidia-smi's rows that are whole."""
-
-    def number(cell: str) -> float:
-        return float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0  # "[N/A]"
-
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [Gpu(row[0], number(row[1]), number(row[2]), row[3]) for row in rows if len(row) == len(Gpu._fields)]
-
-
-def needed_gpus(config: Config) -> int:
-    """Of trainer and own servers together."""
-    servers = 0 if config.rollout.urls else config.rollout.servers * config.rollout.tensor_parallel
-    return config.actor.layout.world_size + (0 if share_gpus(config) else servers)
+    rows = re.findall(r"^(.+), (?:(\d+)|.+), (?:(\d+)|.+), (.+)$", text, re.MULTILINE)  # "[N/A]" is no number
+    return [Gpu(name, float(memory or 0), float(used or 0), driver) for name, memory, used, driver in rows]
 
 
 @dataclass(frozen=True)
 class Facts:
     """This machine, and the config that is to be run on it."""
 
-    config: Config | None = None
+    config: Config = NO_CONFIG
     root: Path = Path("/")
     """Of /sys, /dev and /usr/local."""
     python: tuple[str, ...] = (sys.executable,)
 
-    @property
-    def given(self) -> Config:
-        """The config, in checks that are made only where there is one."""
-        assert self.config is not None
-        return self.config
-
     @cached_property
     def nvidia_smi(self) -> Answer | None:
         """None without nvidia-smi, or where the config is to run on the CPU."""
-        if shutil.which("nvidia-smi") is None or (self.config is not None and self.config.actor.device == "cpu"):
+        if shutil.which("nvidia-smi") is None or self.config.actor.device == "cpu":
             return None
         return run(("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"), ASK_DEADLINE_S)
 
     @cached_property
     def gpus(self) -> list[Gpu]:
         answer = self.nvidia_smi
-        return gpus_of(answer.output) if answer is not None and answer.code == 0 else []
+        return gpus_of(answer.stdout) if answer is not None and answer.returncode == 0 else []
 
     @property
     def on_gpus(self) -> bool:
         """Whether the checks of a GPU node apply: there are GPUs, or the config asks for them."""
-        return bool(self.gpus) or (self.config is not None and self.config.actor.device == "cuda")
+        return bool(self.gpus) or self.config.actor.device == "cuda"
 
     @property
-    def own_servers(self) -> bool:
-        return self.config is None or not self.config.rollout.urls
+    def needed_gpus(self) -> int:
+        """Of trainer and own servers together."""
+        rollout = self.config.rollout
+        servers = 0 if share_gpus(self.config) or rollout.urls else rollout.servers * rollout.tensor_parallel
+        return self.config.actor.layout.world_size + servers
 
     @property
     def elsewhere(self) -> int:
         """GPUs that other nodes must bring; without any here all, if its cores are too few for them."""
-        if self.config is None or "RAY_ADDRESS" in os.environ:
-            return 0
-        needed, cores = needed_gpus(self.config), len(os.sched_getaffinity(0))
-        return needed - len(self.gpus) if needed > (len(self.gpus) or 2 * cores) else 0
-
-    @property
-    def largest_group(self) -> int:
-        """GPUs of the run's largest tensor-parallel group, which stands on one node."""
-        return max(self.given.actor.layout.tensor, self.given.rollout.tensor_parallel if self.own_servers else 1)
+        needed, here = self.needed_gpus, len(self.gpus)
+        enough = needed <= (here or 2 * len(os.sched_getaffinity(0))) or "RAY_ADDRESS" in os.environ
+        return 0 if enough else needed - here
 
     @property
     def several_nodes(self) -> bool:
         """The run is on more nodes than this one."""
-        if "RAY_ADDRESS" in os.environ or os.environ.get("SLURM_NNODES", "") not in ("", "1"):
-            return True
-        return bool(self.gpus) and self.elsewhere > 0
+        of_job = "RAY_ADDRESS" in os.environ or os.environ.get("SLURM_NNODES", "") not in ("", "1")
+        return of_job or (bool(self.gpus) and self.elsewhere > 0)
+
+    def run_python(self, code: str) -> Answer:
+        """In a process of its own."""
+        return run([*self.python, "-c", code], IMPORT_DEADLINE_S)
 
     @cached_property
-    def torch(self) -> dict[str, Any]:
-        """As a process of its own finds it: version, cuda (None: a build for the CPU), devices; cause: why it could not
-        be imported, if there is nothing else, or why CUDA could not be started."""
-        answer = run([*self.python, "-c", _TORCH], IMPORT_DEADLINE_S)
-        found = re.findall(r'^{"version".*', answer.output, re.MULTILINE)
-        return {"cause": answer.cause, **json.loads(found[-1] if found else "{}")}
+    def torch(self) -> tuple[str, str, int, str]:
+        """As a process of its own finds it: version, CUDA ("": a build for the CPU), GPUs that it sees; and why it
+        could not be imported, if there is nothing else, or why CUDA could not be started."""
+        answer = self.run_python(_TORCH)
+        found = re.findall(r"^torch\|(.*)\|(.*)\|(\d+)$", answer.stdout, re.MULTILINE)
+        version, cuda, devices = found[-1] if found else ("", "", "0")
+        return version, cuda, int(devices), cause(answer)

@@ -56,6 +56,7 @@ _ROUTER_NUMBERS = 8
 _ROUTING_COPIES = 4
 """Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
 
+TRAINER, SERVER = "a trainer process", "a server process"
 CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
 CHECKPOINT_WEIGHTS = "a trainer process that writes the weights, besides"
 
@@ -270,11 +271,39 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     pinned = server_memory(case).kv_tokens * row * 4 if row else 0
     routing = {"coordinator: routing of a batch": responses * mean_tokens * row * _ROUTING_COPIES} if row else {}
     return {
-        "a trainer process": case.constants.process_memory + reference + offloaded,
+        TRAINER: case.constants.process_memory + reference + offloaded,
         CHECKPOINT_STATE: written * _CHECKPOINT_STATE_BYTES if copied else 0,
         CHECKPOINT_WEIGHTS: parameters * size if copied else 0,
-        "a server process": case.constants.process_memory + pinned,
+        SERVER: case.constants.process_memory + pinned,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,
         **routing,
         **host_bytes(case),
     }
+
+
+def node_memory(case: Scenario, processes: int) -> float:
+    """Bytes of host memory of a machine on whose GPUs `processes` of trainer and servers run, all responses as long as
+    the context."""
+    parts = host_memory(case, float(case.config.model.context_length))
+    needed = sum(value for name, value in parts.items() if not name.startswith(("a ", "page cache")))
+    layout = case.config.actor.layout
+    # The first data-parallel ranks write what all hold, the first that hold an expert its weights.
+    first = min(processes, max(layout.tensor, layout.expert * layout.expert_tensor) * layout.pipeline)
+    writing = min(processes, layout.world_size) if case.config.actor.optimizer.distributed else first
+    needed += processes * max(parts[TRAINER], parts[SERVER])
+    return needed + writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]
+
+
+def routing_of_batch(case: Scenario) -> float:
+    """Bytes of the experts of a batch's tokens, at most; 0 without `actor.routing_replay`."""
+    config = case.config
+    return batch_responses(config) * config.model.context_length * routing_bytes(config, case.hf)
+
+
+def disk_bytes(case: Scenario) -> float:
+    """All that the run keeps on disk at once: weight versions, one more being written, checkpoints, export."""
+    run = case.config.run
+    # Groups that a checkpoint carries, at most about a batch.
+    carried = routing_of_batch(case) if case.config.algorithm.dynamic_sampling.max_staleness else 0
+    versions = 3 if run.export_at_end else 2
+    return versions * case.model_bytes + (run.keep_checkpoints + 1) * (case.checkpoint_bytes + carried)

@@ -37,12 +37,12 @@ from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 from rollout.server.engine import RemoteServer
+from tests.actor.peak_memory import begin_peak, peak_resident
 from tests.coordinator.scripted import scripted_prompts
 from tests.processes import ROOT
 from tests.rollout import measure_decode
 from tests.rollout.script import END, RIGHT, VOCABULARY, WRONG, Script
 from tests.rollout.serve_scripts import served
-from tools.benchmarks.peak_memory import begin_peak, peak_resident
 
 STEP_S = 300.0
 """A rollout step on a GPU cluster, of which the coordinator may take a tenth of one core."""

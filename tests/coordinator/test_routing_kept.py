@@ -12,8 +12,7 @@ from megatron_dapo.actor.model.hf_config import Experts
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator.batch import LogProbStream, mini_batches, responses_of, step_arrays
 from megatron_dapo.coordinator.inputs import routing_shape
-from megatron_dapo.doctor.config_checks import bytes_on_disk
-from megatron_dapo.plan.memory import host_memory
+from megatron_dapo.plan.memory import disk_bytes, host_memory
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, load_calibration
 from megatron_dapo.storage.group_files import load_groups, save_groups
 from rollout.generation import RoutingShape
@@ -128,7 +127,9 @@ def test_they_are_planned_and_asked_for_only_under_replay():
     assert set(host[1]) - set(host[0]) == {"coordinator: routing of a batch"}
     assert host[1]["coordinator: routing of a batch"] == 4 * 8192 * 5000 * 512
     assert host[1]["a server process"] > host[0]["a server process"] + 1e8
-    assert bytes_on_disk(replay, moe) == bytes_on_disk(plain_config, moe), "no group is carried"
-    plain_config, replay = (load_config(file, [*more, CARRIED]) for more in ((), (REPLAY, "actor.fp8=none")))
-    length, more = replay.model.context_length, bytes_on_disk(replay, moe) - bytes_on_disk(plain_config, moe)
+    assert disk_bytes(after) == disk_bytes(before), "no group is carried"
+    before, after = (
+        Scenario(load_config(file, [*more, CARRIED]), moe, constants) for more in ((), (REPLAY, "actor.fp8=none"))
+    )
+    length, more = replay.model.context_length, disk_bytes(after) - disk_bytes(before)
     assert more == (replay.run.keep_checkpoints + 1) * 8192 * length * 512

@@ -21,9 +21,9 @@ from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.coordinator.inputs import read_inputs
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, with_own_servers
-from megatron_dapo.diagnostics.log_prob_gap import _by_megatron
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from rollout.generation import GenerationRequest, SamplingParams
+from tools.bisect import _by_megatron
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]
 DEADLINE_S = 300.0

@@ -31,7 +31,7 @@ SHORTER = {
 }
 """Words behind a command of README: what its list leaves out, or what makes it short."""
 
-WITH_CONFIG = {"diff": ("paper",), "preview": (), "doctor": (), "slurm": (), "bisect": ()}
+WITH_CONFIG = {"diff": ("paper",), "preview": (), "doctor": (), "slurm": ()}
 """Verbs that README names without their arguments -> those behind the config."""
 
 
@@ -84,6 +84,7 @@ def test_a_run_is_looked_at_from_any_folder(clone, tmp_path):
     for words in (("status", run), ("report", run), ("diff", run, "paper"), ("ask", run, "1 + 1?")):
         well(*words, folder=tmp_path, clone=clone)
     well("eval", run, "evaluation.limit=2", folder=tmp_path, clone=clone)
+    well("-m", "tools.bisect", run, folder=tmp_path, clone=clone)
     for tool in ("audit_rewards", "profile_throughput"):
         done = own("-m", f"tools.{tool}", run, folder=tmp_path, clone=clone)
         assert done.returncode in (0, 1), done.stderr  # 1: responses to look at

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.doctor.config_checks import examine
-from megatron_dapo.doctor.probing import Facts, Finding, Status
+from megatron_dapo.doctor.probing import NO_CONFIG, Facts, Finding, Status
 
 GPU = "NVIDIA H100 80GB HBM3, 81559, 4, 580.65.06"
 GCC = """#!/bin/sh
@@ -117,16 +117,16 @@ class GpuMachine:
         """What nvidia-smi says of each."""
         self.program("nvidia-smi", f'#!/bin/sh\nfor gpu in 0 1 2 3 4 5 6 7; do echo "{line}"; done\n')
 
-    def facts(self, config=None) -> Facts:
+    def facts(self, config=NO_CONFIG) -> Facts:
         python = (str(self.root / "venv/bin/python"), "-S")  # without this environment's own packages
         return Facts(config, root=self.root, python=python)
 
-    def examine(self, config=None) -> list[tuple[str, Finding]]:
+    def examine(self, config=NO_CONFIG) -> list[tuple[str, Finding]]:
         """All but `versions`, which are those of a whole environment, and what the config names."""
         left_out = {"versions", "model", "disk", "host memory", "inputs"}
         return [(name, finding) for name, finding in examine(self.facts(config)) if name not in left_out]
 
-    def problems(self, config=None) -> list[tuple[Status, str, str]]:
+    def problems(self, config=NO_CONFIG) -> list[tuple[Status, str, str]]:
         """(status, check, found) of all that does not pass."""
         return [(f.status, name, f.found) for name, f in self.examine(config) if f.status is not Status.PASS]
 

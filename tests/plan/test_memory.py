@@ -14,7 +14,9 @@ from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
     CHECKPOINT_WEIGHTS,
     activation_numbers,
+    disk_bytes,
     host_memory,
+    node_memory,
     server_memory,
     trainer_memory,
 )
@@ -229,3 +231,30 @@ def test_a_checkpoint_s_weights_are_those_of_all_experts(constants):
     dense = 30.532e9 - experts
     assert parts[CHECKPOINT_STATE] == pytest.approx(12 * (dense / 2 / 8 + experts / 16), rel=0.01)
     assert parts[CHECKPOINT_WEIGHTS] == pytest.approx(2 * (dense / 2 + experts / 8), rel=0.01)
+
+
+def test_the_disk_is_that_of_the_model(constants):
+    expected = 3 * 65.5e9 + 3 * 32.76e9 * 14
+    needed = disk_bytes(Scenario(load_config(RECIPES / "h100_32.yaml"), HF, constants))
+    assert needed == pytest.approx(expected, rel=0.001), "two checkpoints and one being written"
+
+
+def test_a_node_has_a_checkpoint_of_the_ranks_that_write_it(constants):
+    """Eight ranks of 4.1e9 parameters each: 53 GB a rank with the optimizer's state on the host, and 14 bytes a
+    parameter more for a checkpoint."""
+    needed = node_memory(Scenario(load_config(RECIPES / "h100_16.yaml"), HF, constants), processes=8)
+    assert needed == pytest.approx(902.4e9, rel=1e-3), "8 x (53.2 + 57.3), 10.3 of the coordinator, 8.1 of an export"
+
+
+def test_ranks_that_hold_different_experts_all_write_them(constants):
+    """Eight ranks of one node, EP 8: dense weights of one of them, experts of all."""
+    config = changed(
+        load_config(RECIPES / "h100_16.yaml"),
+        {"actor.layout": LayoutConfig(data=8, expert=8), "actor.offload.optimizer_state": False},
+    )
+    case = Scenario(config, BUILT_IN["Qwen3-30B-A3B"], constants)
+    parts = host_memory(case, config.model.context_length)
+    without = node_memory(case.changed({"run.checkpoint_in_background": False}), processes=8)
+    written = 8 * (parts[CHECKPOINT_STATE] + parts[CHECKPOINT_WEIGHTS])
+    assert node_memory(case, processes=8) - without == pytest.approx(written)
+    assert 8 * parts[CHECKPOINT_WEIGHTS] > 2 * 30.5e9

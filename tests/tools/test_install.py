@@ -123,17 +123,17 @@ def _locked(path: Path) -> bool:
         return True
 
 
-def test_uv_is_told_what_pip_was_told_and_keeps_what_it_was_told_itself():
+def test_uv_is_told_what_pip_was_told_by_files_and_more_so_by_variables():
     config = "global.index-url='https://a/simple'\nglobal.extra-index-url='file:///b\\nfile:///c'\n:env:.no='1'\n"
-    config += "install.find-links='/wheels /more'\nglobal.cert='/ca.pem'\n"
-    told = uv_variables(config, {"PIP_INDEX_URL": "https://mine/simple", "UV_FIND_LINKS": "/own"})
-    assert told == {
+    config += "install.find-links='/wheels /more'\nglobal.cert='/ca.pem'\n:env:.index-url='https://mine/simple'\n"
+    assert uv_variables(config + ":env:.default-timeout='180'") == {
         "UV_INDEX_STRATEGY": "unsafe-best-match",
-        "UV_INDEX_URL": "https://mine/simple",
-        "UV_EXTRA_INDEX_URL": "file:///b file:///c",
+        "UV_DEFAULT_INDEX": "https://mine/simple",
+        "UV_INDEX": "file:///b file:///c",
+        "UV_FIND_LINKS": "/wheels,/more",
         "SSL_CERT_FILE": "/ca.pem",
+        "UV_HTTP_TIMEOUT": "180",
     }
-    assert uv_variables(config, {})["UV_FIND_LINKS"] == "/wheels,/more"
 
 
 def test_an_untried_python_is_refused_with_the_way_out(tmp_path):

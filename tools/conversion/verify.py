@@ -6,6 +6,7 @@ checkpointing at a given layout, and transformers.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -140,15 +141,7 @@ def megatron_logits(
     """[tokens, vocabulary / TP] logits of each sequence, and of padding behind it, on the last pipeline stage, by
     Megatron; elsewhere nothing."""
     device = prepare("cpu")
-    process_groups.initialise(
-        layout,
-        rank=place.rank,
-        world_size=place.world_size,
-        rendezvous=place.rendezvous,
-        device=device,
-        timeout_s=DEADLINE_S,
-        seed=0,
-    )
+    process_groups.initialise(layout, **asdict(place), device=device, timeout_s=DEADLINE_S, seed=0)
     cut = layout.tensor if layout.sequence_parallel else 1  # into equal parts
     padded = [sequence + [0] * (-len(sequence) % cut) for sequence in sequences]
     [chunk] = build_model(HFModelConfig.load(folder), ActorConfig(layout=layout), "float32", device)

@@ -27,13 +27,11 @@ NO_DRIVER = "libcuda.so.1: cannot open shared object file"
 
 def check(*, gpu: bool, engine: bool) -> tuple[list[str], str]:
     """Lines of what fails and why, and in words the versions and what cannot be tried without a driver."""
-    imported, shown = [*IMPORTED], [*SHOWN]
-    if gpu:
-        # TransformerEngine before megatron.core, which imports it and fails with it.
-        imported[1:1] = [*([ENGINE] if engine else []), *KERNELS]
-        shown += [*GPU_SHOWN, *(["transformer-engine"] if engine else [])]
+    # TransformerEngine before megatron.core, which imports it and fails with it.
+    of_gpu = [*([ENGINE] if engine else []), *KERNELS] if gpu else []
+    shown = [*SHOWN, *(GPU_SHOWN if gpu else ()), *(["transformer-engine"] if gpu and engine else [])]
     failed, untried = [], []
-    for name in imported:
+    for name in (IMPORTED[0], *of_gpu, *IMPORTED[1:]):
         try:
             importlib.import_module(name)
         except BaseException as error:

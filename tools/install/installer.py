@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -78,16 +79,10 @@ class Installer:
         self._step = 0
 
     def _stamp(self) -> dict[str, Any]:
-        """What the environment was made from; empty where there is none, or an install was cut while it wrote that."""
+        """What the environment was made from; empty where there is none, or it is half written."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads((self.venv / STAMP).read_text()))
         return {}
-
-    def _write_stamp(self, stamp: dict[str, Any]) -> None:
-        """Whole or not at all: another install may read it now."""
-        draft = self.venv / f"{STAMP}.draft"
-        draft.write_text(json.dumps(stamp))
-        draft.replace(self.venv / STAMP)
 
     def inputs(self) -> str:
         """Hash of all that decides what is installed."""
@@ -116,7 +111,7 @@ class Installer:
             scratch = self.venv / "tmp"  # /tmp is often small or in memory, and pip unpacks gigabytes
             scratch.mkdir(exist_ok=True)
             stamp = self.made_from | {"engine": self.engine}
-            self._write_stamp(stamp)
+            (self.venv / STAMP).write_text(json.dumps(stamp))
             self._say(f"environment of Python {sys.version.split()[0]}")
             print(f"  packages come by {self._packages.make_environment(self.lock)}", flush=True)
             self._install_packages()
@@ -128,7 +123,7 @@ class Installer:
             self._packages.install("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", str(self.root))
             ready = self._check()
             shutil.rmtree(scratch)
-            self._write_stamp(stamp | {"inputs": self.inputs(), "ready": ready})
+            (self.venv / STAMP).write_text(json.dumps(stamp | {"inputs": self.inputs(), "ready": ready}))
         print(f"{ready} (took {time.monotonic() - begin:.0f} s)")
 
     def _say(self, text: str) -> None:
@@ -137,16 +132,19 @@ class Installer:
 
     def _is_current(self) -> bool:
         stamp = self._stamp()
-        wanted = self.made_from | {"inputs": self.inputs()}
-        current = wanted.items() <= stamp.items() and Path(self._packages.python).exists()
+        current = self._is_usable(stamp) and stamp.get("inputs") == self.inputs()
         if current:
             print(stamp["ready"])
         return current
 
+    def _is_usable(self, stamp: dict[str, Any]) -> bool:
+        """Whether what is there was made for this place, Python and kind."""
+        return self.made_from.items() <= stamp.items() and Path(self._packages.python).exists()
+
     def _clear(self) -> None:
         """Remove an environment that cannot be used here, or the half packages of one that can."""
         stamp = self._stamp()
-        if stamp and not (self.made_from.items() <= stamp.items() and Path(self._packages.python).exists()):
+        if stamp and not self._is_usable(stamp):
             print(f"{self.venv} was made for another place, Python or kind (from {stamp.get('base')}): making it anew")
             for path in self.venv.iterdir():
                 if path.name != LOCK:
@@ -159,8 +157,10 @@ class Installer:
 
     def _install_packages(self) -> None:
         self._say(f"torch, then the {len(self._pins)} packages of {self.lock.name}")
-        if self.gpu and self.engine:
-            self._find_engine_wheel()
+        if self.gpu and self.engine:  # what a build needs is missed gigabytes before it begins
+            wheel = self._engine_wheel("--only-binary", ":all:", must=False, capture_output=True)
+            if wheel is None and (lacking := transformer_engine.missing_tools()):
+                raise InstallError(transformer_engine.REFUSAL.format("\n  ".join(lacking)))
         constraints = ["-c", str(self.lock), *([] if self.gpu else ["-c", str(self._cuda_lock)])]
         if index := os.environ.get("TORCH_INDEX"):
             constraints += ["--extra-index-url", index]
@@ -178,24 +178,15 @@ class Installer:
     def _pin(self, name: str) -> str:
         return f"{name}=={self._pins[name]}"
 
-    def _engine_wheel(self) -> Path | None:
-        """The extension, found or built by this install or an earlier one."""
-        version = self._pins[transformer_engine.EXTENSION]
-        return next(self._wheels.glob(f"transformer_engine_torch-{version}-*.whl"), None)
-
-    def _make_engine_wheel(self, *options: str, **how: Any) -> None:
-        # A built wheel in pip's cache may have been built against another torch.
-        options += ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(self._wheels))
-        command = (*self._packages.pip, "wheel", *options, self._pin(transformer_engine.EXTENSION))
-        self._packages.call(*command, **how)
-
-    def _find_engine_wheel(self) -> None:
-        """Take a built wheel where one is found; else see what a build needs, gigabytes before it begins."""
-        if self._engine_wheel() is None:
-            self._make_engine_wheel("--only-binary", ":all:", must=False, capture_output=True)
-        lacking = transformer_engine.missing_tools()
-        if lacking and self._engine_wheel() is None:
-            raise InstallError(transformer_engine.REFUSAL.format("\n  ".join(lacking)))
+    def _engine_wheel(self, *options: str, **how: Any) -> Path | None:
+        """The extension: of an earlier install, else what `pip wheel` finds or builds."""
+        pin = self._pin(transformer_engine.EXTENSION)
+        found = f"{pin.replace('-', '_').replace('==', '-')}-*.whl"
+        if not any(self._wheels.glob(found)):
+            # A built wheel in pip's cache may have been built against another torch.
+            options += ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(self._wheels))
+            self._packages.call(*self._packages.pip, "wheel", *options, pin, **how)
+        return next(self._wheels.glob(found), None)
 
     def _install_engine(self) -> None:
         extension, *others = transformer_engine.PACKAGES
@@ -205,12 +196,12 @@ class Installer:
             self._packages.call(*self._packages.pip, "uninstall", "--yes", extension, *others)
             return
         self._say("TransformerEngine")
-        if self._engine_wheel() is None:
-            print("  its torch extension is built: 25 core minutes; if memory runs out, MAX_JOBS=1 make install-gpu")
-            self._packages.environment |= transformer_engine.build_variables(self._packages.python, self.site)
-            self._make_engine_wheel("-v")
+        print("  where no wheel of its torch extension was found, that is built: 25 core minutes")
+        print("  if memory runs out, MAX_JOBS=1 make install-gpu", flush=True)
+        self._packages.environment |= transformer_engine.build_variables(self._packages.python, self.site)
+        wheel = self._engine_wheel("-v")
         print(f"  its wheel is kept in {os.path.relpath(self._wheels)}")
-        pins = (str(self._engine_wheel()), *map(self._pin, others))
+        pins = (str(wheel), *map(self._pin, others))
         self._packages.install("--no-deps", "--force-reinstall", "--only-binary", ":all:", *pins)
 
     def _compile(self) -> None:
@@ -226,13 +217,10 @@ class Installer:
         """What the last line says of an environment that works."""
         self._say("import the packages")
         kind = [*(["gpu"] if self.gpu else []), *(["engine"] if self.engine else [])]
-        command = (self._packages.python, "-I", str(CHECK), *kind)
-        done = self._packages.call(*command, must=False, stdout=subprocess.PIPE)
+        done = self._packages.call(self._packages.python, "-I", str(CHECK), *kind, must=False, stdout=subprocess.PIPE)
         if done.returncode:
-            raise InstallError(
-                f"{done.stdout[-2000:]}the check of the packages ended with status {done.returncode}; "
-                f"`make clean-venv install{'-gpu' if self.gpu else ''}` makes the environment anew"
-            )
+            again = f"`make clean-venv install{'-gpu' if self.gpu else ''}` makes the environment anew"
+            raise InstallError(f"{done.stdout[-2000:]}the check of the packages failed; {again}")
         without = "; without TransformerEngine" if self.gpu and not self.engine else ""
         versions = f"Python {sys.version.split()[0]}, {done.stdout.splitlines()[-1]}{without}"
         return f"{os.path.relpath(self.venv)} is ready: {versions}"
@@ -240,14 +228,7 @@ class Installer:
 
 def read_lock(path: Path) -> dict[str, str]:
     """Versions by name, of lines `name==version`."""
-    pins = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if words := line.partition("#")[0].split():
-            name, equal, version = words[0].partition("==")
-            if not equal:
-                raise InstallError(f"{path}:{number}: {line!r} is no `name==version`")
-            pins[name] = version
-    return pins
+    return dict(re.findall(r"^([\w.-]+)==([^\s;#]+)", path.read_text(), re.MULTILINE))
 
 
 def exclusive(path: Path) -> TextIO:

@@ -30,19 +30,18 @@ def missing_tools() -> list[str]:
     """What the build needs of this machine and does not find, each with its remedy."""
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]  # of `ccache g++` its first word
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    needs = {
-        f"the C++ compiler `{compiler}`: apt install g++, dnf install gcc-c++, or CXX=/path/to/g++": shutil.which(
-            compiler
-        ),
-        f"{header}, Python's headers: apt install python3-dev of this Python's version": header.exists(),
-    }
-    return [need for need, found in needs.items() if not found]
+    needs = []
+    if shutil.which(compiler) is None:
+        needs.append(f"the C++ compiler `{compiler}`: apt install g++, dnf install gcc-c++, or CXX=/path/to/g++")
+    if not header.exists():
+        needs.append(f"{header}, Python's headers: apt install python3-dev of this Python's version")
+    return needs
 
 
 def build_variables(python: str, site: Path) -> dict[str, str]:
     """Environment variables of the build."""
-    free = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    jobs = min(len(os.sched_getaffinity(0)), int(1000 * int(free[1]) / BYTES_A_JOB) if free else 1)
+    free = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    jobs = min(len(os.sched_getaffinity(0)), int(1000 * int(free[0]) / BYTES_A_JOB))
     return {
         "CUDA_HOME": str(site / "nvidia" / "cu13"),
         "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",

@@ -1,6 +1,6 @@
 """Peak memory and time of forward and backward of token log-probs and entropies, against the plain way.
 
-python -m tools.benchmarks.measure_logprob            prints a Markdown table (docs/measurements/actor.md)
+python -m tests.actor.model.measure_logprob            prints a Markdown table (docs/measurements/actor.md)
 
 Each way runs in a process of its own. Its peak is the growth of the process's largest resident set over what was
 resident before (inputs included); its time the CPU's (user and system) in the fastest of a few repeats, which other
@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.benchmarks.peak_memory import begin_peak, peak_resident
+from tests.actor.peak_memory import begin_peak, peak_resident
 
 MIB = 2**20
 DTYPES = (torch.bfloat16, torch.float32)

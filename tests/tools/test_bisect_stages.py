@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics import log_prob_gap
 from megatron_dapo.diagnostics.local_jobs import ActorJob, with_own_servers
-from megatron_dapo.diagnostics.log_prob_gap import (
+from rollout.generation import SamplingParams
+from tests.diagnostics.measure_head_gap import head_gaps
+from tests.diagnostics.measure_routing_gap import routing_gaps
+from tests.processes import ROOT
+from tools import bisect
+from tools.bisect import (
     DECODE,
     LAYOUT,
     ONE_RANK,
@@ -25,10 +29,6 @@ from megatron_dapo.diagnostics.log_prob_gap import (
     StageGap,
     find_gaps,
 )
-from rollout.generation import SamplingParams
-from tests.diagnostics.measure_head_gap import head_gaps
-from tests.diagnostics.measure_routing_gap import routing_gaps
-from tests.processes import ROOT
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -59,7 +59,7 @@ def perturbed(tmp_path: Path) -> Path:
 
 def plant(monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], folder: Path) -> None:
     """These stages load the weights of `folder`."""
-    engine, megatron = log_prob_gap._by_engine, log_prob_gap._by_megatron
+    engine, megatron = bisect._by_engine, bisect._by_megatron
 
     def by_engine(config: Config, *rest: Any) -> Any:
         return engine(with_own_servers(config, folder) if DECODE in parts else config, *rest)
@@ -70,8 +70,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], folder: Path)
             job = replace(job, config=with_own_servers(job.config, folder))
         return megatron(ranks, job, responses)
 
-    monkeypatch.setattr(log_prob_gap, "_by_engine", by_engine)
-    monkeypatch.setattr(log_prob_gap, "_by_megatron", by_megatron)
+    monkeypatch.setattr(bisect, "_by_engine", by_engine)
+    monkeypatch.setattr(bisect, "_by_megatron", by_megatron)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Host memory of a load: what a rank's largest resident set grows by while its model is built and filled.
 
-python -m tools.benchmarks.measure_load > table.md        (docs/measurements.md)
+python -m tests.actor.weights.measure_load > table.md        (docs/measurements.md)
 
 A random model of 2.3 GiB (bfloat16, several files) is written to a temporary folder and loaded by the actor's own
 loader on the ranks of a few layouts, all on the CPU. Bound: the rank's weights + the model's largest tensor + 0.5 GiB.
@@ -15,7 +15,7 @@ import typer
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tools.benchmarks.peak_memory import begin_peak, peak_resident
+from tests.actor.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model
 
 GIB = 2**30

@@ -1,6 +1,8 @@
 """Where a gap between engine and trainer begins: a few responses re-scored by every stage on the way from one to the
 other. One server and a few rank processes; no Ray.
 
+    python -m tools.bisect CONFIG.yaml | RUN [section.key=value ...]
+
     engine decode -> engine prefill -> Hugging Face, float32 -> Megatron, one process -> Megatron, the config's layout
 
 Each stage scores the tokens that the engine drew, at temperature 1. Neighbours share all but one thing: decode and
@@ -15,17 +17,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import typer
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs, Responses
+from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of
+from megatron_dapo.cli.main import main
 from megatron_dapo.cluster.waits import Waits
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.coordinator.inputs import routing_shape
+from megatron_dapo.coordinator.inputs import read_inputs, routing_shape
+from megatron_dapo.diagnostics.evaluation_session import newest_weights
 from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, packing, with_own_servers
 from megatron_dapo.diagnostics.rank_pool import RankPool
 from rollout.generation import GenerationRequest, SamplingParams
@@ -37,6 +43,10 @@ STAGES = DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
     "Megatron TP=1",
     "Megatron, the config's layout",
 )
+
+
+FLOAT32_BOUND = 1e-3
+"""Nats: mean gap of two implementations in float32 above which they do not hold the same model. Rounding gives 1e-5."""
 
 
 class StageGap(NamedTuple):
@@ -145,3 +155,49 @@ def _gap(before: str, after: str, scores: Mapping[str, np.ndarray], responses: R
     starts = np.concatenate([[0], np.cumsum(responses.response_lengths)])
     response = int(np.searchsorted(starts, worst, side="right")) - 1
     return StageGap(before, after, float(gap.mean()), float(gap.max()), response, worst - int(starts[response]))
+
+
+@comparison_command
+def bisect(
+    source: Annotated[Path, typer.Argument(help="YAML config, or the directory of a run.")],
+    overrides: Overrides = None,
+    responses: Annotated[int, typer.Option(min=1, help="Prompts to answer, one response each.")] = 8,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Longest response; 256, or what the config allows.")] = None,
+    bound: Annotated[float | None, typer.Option(min=0, help="Largest mean gap; 1e-3 in float32.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="A stage to leave out, by its name in the table.")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that each stage may take.")] = 1800.0,
+) -> bool:
+    """Re-score a few responses by every stage from engine to trainer, to see where a gap in log-probs begins."""
+    config, skipped = config_of(source, overrides or []), skip or []
+    if source.is_dir():
+        config = replace(config, model=replace(config.model, path=str(newest_weights(source)[0].resolve())))
+    if unknown := sorted(set(skipped) - set(STAGES)):
+        raise ConfigError(f"--skip {unknown[0]!r}: the stages are {', '.join(map(repr, STAGES))}")
+    if bound is None:
+        bound = FLOAT32_BOUND if config.model.dtype == "float32" else config.monitor.mismatch_warn
+    print(f"{responses} responses, weights of model.path = {config.model.path}, in {config.model.dtype}", flush=True)
+    inputs, longest = read_inputs(config), min(tokens or 256, config.rollout.max_new_tokens)
+    gaps = find_gaps(
+        config,
+        [prompt.ids for prompt in inputs.prompts.prompts[:responses]],
+        SamplingParams(max_new_tokens=longest, stop_token_ids=inputs.text.stop_token_ids),
+        deadline_s=deadline,
+        skip=skipped,
+        say=lambda text: print(f"  {text}", flush=True),
+    )
+    above = [gap for gap in gaps if not gap.mean_abs <= bound]  # a mean that is no number too
+    print(f"{'':58} {'mean':>9} {'max':>9}   largest at")
+    for gap in gaps:
+        mark = "  <-" if gap in above else ""
+        pair, place = f"{gap.before} -> {gap.after}", f"response {gap.response}, token {gap.token}"
+        print(f"{pair:58} {gap.mean_abs:>9.2e} {gap.max_abs:>9.2e}   {place}{mark}")
+    if not above:
+        print(f"no gap: every mean is within {bound:g}")
+        return True
+    first = above[0]
+    print(f"the gap begins between {first.before} and {first.after}: mean {first.mean_abs:.2e}, above {bound:g}")
+    return False
+
+
+if __name__ == "__main__":
+    main(lambda: typer.run(bisect))

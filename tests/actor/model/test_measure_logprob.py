@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.benchmarks.measure_logprob import FROM_LOGITS, Shape, rounds_of
+from tests.actor.model.measure_logprob import FROM_LOGITS, Shape, rounds_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)

@@ -1,6 +1,6 @@
 """What a training step waits for a checkpoint, and the host memory that takes: written beside training, and at once.
 
-python -m tools.benchmarks.measure_checkpoint         prints a Markdown table (docs/measurements/actor.md)
+python -m tests.actor.checkpoint.measure_checkpoint         prints a Markdown table (docs/measurements/actor.md)
 
 Both ways take turns in the same processes, on a random model after an optimizer step. Waiting: seconds until training
 goes on, by the clock, median of the turns. Peak: the most that the resident set of a process grows by, from the start
@@ -19,8 +19,8 @@ import typer
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LayoutConfig, OptimizerConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tests.actor.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.actor_update import Lengths, actor_config, start
-from tools.benchmarks.peak_memory import begin_peak, peak_resident
 from tools.benchmarks.random_model import write_random_model
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""`megatron-dapo bisect`: what it refuses before it starts anything."""
+"""`python -m tools.bisect`: what it refuses before it starts anything."""
 
 import math
 import shutil
@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import typer
 
-from megatron_dapo.cli.bisect import bisect
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
-from megatron_dapo.diagnostics import log_prob_gap
 from megatron_dapo.diagnostics.evaluation_session import EvaluationError
-from megatron_dapo.diagnostics.log_prob_gap import STAGES, StageGap
 from tests.processes import ROOT
+from tools import bisect as bisecting
+from tools.bisect import STAGES, StageGap, bisect
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
 
@@ -46,7 +45,7 @@ def test_the_table_and_the_verdict(capsys, monkeypatch, gap: float, code: ExitCo
         for at, (before, after) in enumerate(pairwise(STAGES))
     ]
     asked = []
-    monkeypatch.setattr(log_prob_gap, "find_gaps", lambda *request, **_: asked.append(request) or gaps)
+    monkeypatch.setattr(bisecting, "find_gaps", lambda *request, **_: asked.append(request) or gaps)
     assert exit_code(CONFIG) == code
     shown = capsys.readouterr().out
     assert all(each.after in shown for each in gaps)

@@ -3,7 +3,7 @@
 import pytest
 import typer
 
-from tools.benchmarks.measure_load import main
+from tests.actor.weights.measure_load import main
 
 
 @pytest.mark.slow
