@@ -105,7 +105,7 @@ class DeviceMemory:
             if part == "gradients":
                 # Master weights keep views of the gradient buffers until the next step.
                 self._megatron.zero_grad()
-                tensors = (parameter.main_grad for parameter in self._parameters())
+                tensors = (each.main_grad for each in self._parameters() if hasattr(each, "main_grad"))
             # Without low-precision weights the master weights are the weights themselves.
             storages = {key: storage for key, storage in _storages(tensors).items() if key not in storages}
         if part != "gradients":

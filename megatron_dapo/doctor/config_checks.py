@@ -17,7 +17,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.doctor import machine_checks as machine
 from megatron_dapo.doctor.probing import Facts, Finding, Status, failed, needed_gpus, passed, run, warning
 from megatron_dapo.plan.memory import CHECKPOINT_STATE, CHECKPOINT_WEIGHTS, batch_responses, host_memory, routing_bytes
-from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, model_parameters, trained_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration
 from megatron_dapo.storage.run_dir import RunDirError, has_run, refuse_what_is_there
 from rollout.errors import ServerStartError
@@ -79,7 +79,8 @@ def bytes_on_disk(config: Config, hf: HFModelConfig) -> float:
     checkpoints = config.run.keep_checkpoints + 1
     # Groups that a checkpoint carries, at most about a batch.
     carried = routing_of_batch(config, hf) if config.algorithm.dynamic_sampling.max_staleness else 0
-    return parameters * (versions * size + checkpoints * (size + _OPTIMIZER_BYTES)) + checkpoints * carried
+    trained = trained_parameters(hf, config.actor.lora)
+    return parameters * versions * size + checkpoints * (trained * (size + _OPTIMIZER_BYTES) + carried)
 
 
 def routing_of_batch(config: Config, hf: HFModelConfig) -> float:

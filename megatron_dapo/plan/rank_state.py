@@ -2,7 +2,7 @@
 
 Gradients are float32; so are master weights and both moments of Adam. With the distributed optimizer each data- and
 context-parallel rank owns an equal part of the last two. Megatron pads its buffers besides, by kilobytes; that is not
-counted.
+counted. LoRA's adapters are float32, and all that has gradients and optimizer state.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig
 
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4
@@ -39,9 +39,18 @@ class StateBytes:
 
 def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int) -> StateBytes:
     """State of any rank of pipeline stage `stage`."""
-    layout = actor.layout
+    layout, lora = actor.layout, actor.lora
     held = stage_parameters(hf, layout, stage)
     owned = held
+    if lora.rank:
+        adapters = hf.num_layers // layout.pipeline * adapter_parameters(hf, lora, layout.tensor)
+        owned = math.ceil(adapters / (layout.data * layout.context)) if actor.optimizer.distributed else adapters
+        return StateBytes(
+            parameters=held * DTYPE_BYTES[dtype] + adapters * MASTER_BYTES,
+            gradients=adapters * GRADIENT_BYTES,
+            master_weights=0,
+            moments=owned * MOMENT_BYTES,
+        )
     if actor.optimizer.distributed:
         experts = 0 if layout.expert == 1 else hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
         replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
@@ -66,6 +75,32 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
     if last:
         elements += hf.hidden_size + (0 if first and hf.tied else vocabulary)
     return elements
+
+
+def adapter_parameters(hf: HFModelConfig, lora: LoraConfig, tensor: int = 1) -> int:
+    """Elements of a layer's LoRA adapters on each tensor-parallel rank: one half of each is cut, the other, of
+    `hidden_size`, whole."""
+    return sum(lora.rank * (hf.hidden_size + size) for size in adapted(hf, lora, tensor))
+
+
+def base_bytes(hf: HFModelConfig, actor: ActorConfig, dtype: str) -> int:
+    """Host memory of a rank for its weights without their adapters; it is read once in an optimizer step."""
+    if not actor.lora.rank:
+        return 0
+    rows = sum(adapted(hf, actor.lora, actor.layout.tensor))
+    return hf.num_layers // actor.layout.pipeline * rows * hf.hidden_size * DTYPE_BYTES[dtype]
+
+
+def adapted(hf: HFModelConfig, lora: LoraConfig, tensor: int) -> list[int]:
+    """Rows or columns of each adapted projection on a tensor-parallel rank; it has `hidden_size` of the other."""
+    queries, narrow = (heads * hf.head_dim for heads in (hf.num_attention_heads, hf.num_query_groups))
+    size_of = {"q_proj": queries, "o_proj": queries, "k_proj": narrow, "v_proj": narrow}
+    return [size_of.get(name, hf.ffn_hidden_size) // tensor for name in lora.modules]
+
+
+def trained_parameters(hf: HFModelConfig, lora: LoraConfig) -> int:
+    """Elements of the whole model that have optimizer state."""
+    return hf.num_layers * adapter_parameters(hf, lora) if lora.rank else model_parameters(hf)
 
 
 def model_parameters(hf: HFModelConfig) -> int:

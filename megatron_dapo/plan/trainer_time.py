@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.plan.rank_state import StateBytes, model_parameters
+from megatron_dapo.plan.rank_state import StateBytes, base_bytes, model_parameters
 from megatron_dapo.plan.scenario import Scenario
 
 _BYTES = 2
@@ -115,9 +115,11 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     share = (ranks - 1) / ranks
     # An all-reduce moves twice what a reduce-scatter does.
     moved = state.gradients * share * (1 if actor.optimizer.distributed else 2)
-    moved += state.parameters * share if actor.optimizer.distributed else 0
+    gathered = state.gradients if actor.lora.rank else state.parameters
+    moved += gathered * share if actor.optimizer.distributed else 0
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
+    carried += base_bytes(case.hf, actor, case.config.model.dtype)
     return moved / link + touched / constants.memory_bandwidth + carried / constants.host_bandwidth

@@ -2,7 +2,7 @@
 
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.plan.planner import Plan, make_plan
-from megatron_dapo.plan.rank_state import MASTER_BYTES, MOMENT_BYTES, model_parameters
+from megatron_dapo.plan.rank_state import MASTER_BYTES, MOMENT_BYTES, trained_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions
 
 LEAST_WARN_S = 600
@@ -47,6 +47,6 @@ def saving_seconds(plan: Plan) -> float:
     way; both are taken to be written at the rate of one process."""
     case, step = plan.case, plan.step
     assert step is not None
-    optimizer = model_parameters(case.hf) * (MASTER_BYTES + MOMENT_BYTES)
-    writing = (optimizer + case.model_bytes) / case.constants.disk_write
+    trained = trained_parameters(case.hf, case.config.actor.lora)
+    writing = trained * (MASTER_BYTES + MOMENT_BYTES + case.dtype_bytes) / case.constants.disk_write
     return step.log_prob_s + step.update_s + step.sync_s + 2 * (step.handover_s + writing)

@@ -6,7 +6,8 @@
 
 A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
 training goes on: `begin` returns when the state is copied, `PendingSave.finish` makes the folder whole. Shards are read
-into any layout. Before anything is loaded every file is compared with the manifest.
+into any layout. With LoRA the model is the adapters alone: the rest is read from `model.path`. Before anything is
+loaded every file is compared with the manifest.
 """
 
 import shutil
@@ -29,7 +30,7 @@ from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, av
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig
 from megatron_dapo.storage.durable import replace_file, sync_file
 
 MEMORY_SHARE = 0.5
@@ -55,7 +56,10 @@ def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, back
     writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
     state = files.state_text(
-        optimizer_steps=optimizer.optimizer_steps, layout=layout, distributed_optimizer=optimizer.config.distributed
+        optimizer_steps=optimizer.optimizer_steps,
+        layout=layout,
+        distributed_optimizer=optimizer.config.distributed,
+        lora=_lora(optimizer),
     )
     _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
@@ -117,11 +121,12 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     """
     files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
-    state = files.read_state(folder, distributed=optimizer.config.distributed)
+    state = files.read_state(folder, distributed=optimizer.config.distributed, lora=_lora(optimizer))
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
-        assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
+        trained = {key for key, parameter in chunk.named_parameters() if hasattr(parameter, "main_grad")}
+        assert trained.isdisjoint(lacking), f"{name} was not asked for {lacking}"
     optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
     if asdict(LayoutConfig()) | state["layout"] == asdict(layout):  # an older one has fewer keys
         _set_random_state(loaded["rng"][dist.get_rank()])
@@ -166,7 +171,10 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
+    adapters, state = optimizer.adapters, {}
+    for name, chunk in _named_chunks(optimizer).items():
+        whole = adapters is None
+        state[name] = chunk.sharded_state_dict(metadata=metadata) if whole else adapters.sharded_state(chunk)
     if loading:
         state = {
             name: {key: shard for key, shard in shards.items() if EXTRA_STATE not in key}
@@ -174,6 +182,10 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         }
     model_state = state["model"] if "model" in state else dict(state)
     return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
+
+
+def _lora(optimizer: ActorOptimizer) -> LoraConfig:
+    return LoraConfig() if optimizer.adapters is None else optimizer.adapters.config
 
 
 def _all_random_states() -> list[dict[str, Any]]:
