@@ -229,11 +229,10 @@ class MegatronActor:
         with self.memory.resident("parameters", "gradients"):
             self.optimizer.zero_grad()
             sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-            of = {
-                "value": attrgetter("main_grad"),
-                "shards": self.optimizer.adapters and self.optimizer.adapters.shards,
-            }
-            tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, dtype=torch.float32, **of))
+            options: dict[str, Any] = {"dtype": torch.float32, "value": attrgetter("main_grad")}
+            if self.optimizer.adapters is not None:
+                options["shards"] = self.optimizer.adapters.shards
+            tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, **options))
         return (sums["loss"], tensors) if self.rank == 0 else None
 
     def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> None:

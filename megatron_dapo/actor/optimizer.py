@@ -36,7 +36,7 @@ from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.offload import DeviceMemory
 from megatron_dapo.actor.step_data import LearningRate, NonFiniteUpdateError
 from megatron_dapo.actor.weights.lora import Adapters
-from megatron_dapo.config.actor_config import OptimizerConfig
+from megatron_dapo.config.actor_config import LoraConfig, OptimizerConfig
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
@@ -67,7 +67,7 @@ class ActorOptimizer:
         """
         self.config = config
         self.learning_rate = learning_rate
-        self.adapters = adapters
+        self.adapters, self.lora = adapters, adapters.config if adapters is not None else LoraConfig()
         self.chunks = _wrap(chunks, distributed=config.distributed, overlap=overlap)
         model_config = chunks[0].config
         # Adapters are float32: no optimizer has copies of them.

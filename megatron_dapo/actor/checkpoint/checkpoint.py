@@ -30,7 +30,7 @@ from megatron_dapo.actor.checkpoint.shard_writer import ShardWriter, Written, av
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
-from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig
+from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.storage.durable import replace_file, sync_file
 
 MEMORY_SHARE = 0.5
@@ -59,7 +59,7 @@ def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, back
         optimizer_steps=optimizer.optimizer_steps,
         layout=layout,
         distributed_optimizer=optimizer.config.distributed,
-        lora=_lora(optimizer),
+        lora=optimizer.lora,
     )
     _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
@@ -121,7 +121,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     """
     files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
-    state = files.read_state(folder, distributed=optimizer.config.distributed, lora=_lora(optimizer))
+    state = files.read_state(folder, distributed=optimizer.config.distributed, lora=optimizer.lora)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
@@ -171,10 +171,11 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    adapters, state = optimizer.adapters, {}
-    for name, chunk in _named_chunks(optimizer).items():
-        whole = adapters is None
-        state[name] = chunk.sharded_state_dict(metadata=metadata) if whole else adapters.sharded_state(chunk)
+    adapters = optimizer.adapters
+    state = {
+        name: adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in _named_chunks(optimizer).items()
+    }
     if loading:
         state = {
             name: {key: shard for key, shard in shards.items() if EXTRA_STATE not in key}
@@ -182,10 +183,6 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         }
     model_state = state["model"] if "model" in state else dict(state)
     return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
-
-
-def _lora(optimizer: ActorOptimizer) -> LoraConfig:
-    return LoraConfig() if optimizer.adapters is None else optimizer.adapters.config
 
 
 def _all_random_states() -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     of_expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     with SafetensorsReader(folder) as reader, torch.no_grad():
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
-        for name, parameter in _named_parameters(chunks, hf):
+        for name, parameter in named_parameters(chunks, hf):
             if shards := shards_of.get(name):
                 shards.load(parameter, reader.read, *(dense if shards.expert is None else of_expert))
 
@@ -94,10 +94,10 @@ def gathered_parameters(
     sends_experts = hf.experts is not None and parallel_state.get_expert_data_parallel_rank() == 0
     if not sends_dense and not sends_experts:
         return
-    own = dict(_named_parameters(chunks, hf))
-    stages = gather_objects({_place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
+    own = dict(named_parameters(chunks, hf))
+    stages = gather_objects({place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
     for name, each in (shards or model_shards(hf)).items():
-        stage = next(index for index, places in enumerate(stages) if _place_of(name) in places)
+        stage = next(index for index, places in enumerate(stages) if place_of(name) in places)
         group, holders = _holders(hf, each)
         stacked = None
         sends = sends_dense if each.expert is None else sends_experts
@@ -293,7 +293,7 @@ def _gated_mlp(mlp: str, hidden: int, ffn: int, expert: int | None = None) -> di
     }
 
 
-def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name as in `model_shards`, parameter) of every parameter that this rank holds.
 
     Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
@@ -315,7 +315,7 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
                 yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
 
 
-def _place_of(name: str) -> str:
+def place_of(name: str) -> str:
     """What a whole stage has or has not: the parameter, or the layer that it is in."""
     in_layer = LAYER_NAME.fullmatch(name)
     return "".join(in_layer.groups()[:2]) if in_layer else name

@@ -1,20 +1,22 @@
 """LoRA (arXiv 2106.09685): of each adapted projection only A [rank, in] and B [out, rank] are trained, in float32.
 
 The model's own weights hold W + alpha / rank x B A at all times. So the layers, whatever kernels they have, every
-layout, and what is sent to servers stay as they are: trainer and servers calculate with the same numbers, in bfloat16
-with the same rounding of them. W, read from `model.path`, waits in host memory until the next merge. With G the
-gradient of a merged weight, as backward gives it for each micro-batch and forgets it,
+layout, and what is sent to servers stay as they are: trainer and servers calculate with the same numbers. In bfloat16
+the sum is rounded to that type once, from W and the float32 product: a change too small for the weights is not lost in
+A and B. W, read from `model.path`, waits in host memory until the next merge. With G the gradient of a merged weight,
+in the weight's type, as backward gives it for each micro-batch and forgets it,
 
     dA = alpha / rank x B^T G        dB = alpha / rank x G A^T
 
-Backward costs what it costs without adapters; gradient buffers and optimizer state shrink to the adapters. Tensor
-parallelism cuts B with the weight's rows, or A with its columns, and adds the gradients of the other half, which all
-ranks have. Each projection has its own A, as PEFT has it, also where Megatron joins several in one weight.
+are added up in float32. Backward costs what it costs without adapters; gradient buffers and optimizer state shrink to
+the adapters. Tensor parallelism cuts B with the weight's rows, or A with its columns, and adds the gradients of the
+other half, which all ranks have. Each projection has its own A, as PEFT has it, also where Megatron joins several in
+one weight.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,25 +31,26 @@ from torch.nn import Module, Parameter, ParameterDict
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import to_host
-from megatron_dapo.actor.weights.hf_weights import hf_tensors, model_shards
+from megatron_dapo.actor.weights.hf_weights import hf_tensors, model_shards, named_parameters, place_of
 from megatron_dapo.actor.weights.shards import Shards
 from megatron_dapo.config.actor_config import LoraConfig
 
+Halves = tuple[Any, Any]
+"""A and B of a projection: parameters, to which Megatron's wrapper adds `main_grad`."""
+
 
 def adapter_shards(hf: HFModelConfig, config: LoraConfig) -> dict[str, Shards]:
-    """Every A and B of the whole model in its order, by its name in Megatron's modules with the global layer number;
-    their tensors have PEFT's names."""
+    """Every A and B of the whole model in its order, by its name in Megatron's modules with the global layer number:
+    `decoder.layers.3.lora.q_proj_A`. Their tensors have PEFT's names."""
     shards = {}
     for name, weight in model_shards(hf).items():
-        for tensor, shape in weight.shapes.items():
+        for tensor, (rows, *columns) in weight.shapes.items():
             path = tensor.removesuffix(".weight")
-            projection = path.rpartition(".")[2]
-            if projection in config.modules:
-                rows, columns = shape
+            if path.rpartition(".")[2] in config.modules:
+                names = _adapter_names(name, tensor)
                 first, second = (f"base_model.model.{path}.lora_{half}.weight" for half in "AB")
-                at = f"{name.removesuffix('weight')}lora.{projection}_"
-                shards[f"{at}A"] = Shards(shapes={first: (config.rank, columns)}, dim=1 if weight.dim else None)
-                shards[f"{at}B"] = Shards(shapes={second: (rows, config.rank)}, dim=None if weight.dim else 0)
+                shards[names[0]] = Shards(shapes={first: (config.rank, *columns)}, dim=1 if weight.dim else None)
+                shards[names[1]] = Shards(shapes={second: (rows, config.rank)}, dim=None if weight.dim else 0)
     return shards
 
 
@@ -55,51 +58,46 @@ class Adapters:
     """Those of one rank's model chunks. Collective: every rank makes every call."""
 
     def __init__(self, chunks: Sequence[Any], hf: HFModelConfig, config: LoraConfig, *, seed: int) -> None:
-        """Put them beside the linears of `chunks`, whose weights are loaded, and freeze everything else."""
+        """Put them into the layers of `chunks`, whose weights are loaded, and freeze everything else."""
         self.config, self.shards = config, adapter_shards(hf, config)
-        self.parameters: dict[str, Parameter] = {}
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self._place = parallel_state.get_tensor_model_parallel_rank(), ranks
+        weights = dict(named_parameters(chunks, hf))
+        self.parameters: dict[str, Any] = {}
         """This rank's, by name as in `shards`."""
-        self._place = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-        self._weights: list[tuple[Parameter, Shards, dict[str, tuple[Parameter, Parameter, Tensor]]]] = []
-        """A merged weight, how it is split, and by Hugging Face tensor in it: A, B and W."""
+        self._weights: list[tuple[Parameter, Shards, Tensor, dict[str, Halves]]] = []
+        """A merged weight, how it is split, W, and the adapters in it by Hugging Face tensor."""
         for chunk in chunks:
             chunk.requires_grad_(False)
-            if (
-                chunk.pre_process
-            ):  # or a layer that is recomputed would have no input with a gradient, and so no backward
+            if chunk.pre_process:  # a layer that is recomputed has no backward where no input has a gradient
                 chunk.embedding.register_forward_hook(lambda module, given, output: output.requires_grad_())
             for layer in chunk.decoder.layers:
-                above = f"decoder.layers.{layer.layer_number - 1}."
-                for name, shards in model_shards(hf).items():
-                    if name.startswith(above) and name.endswith(".weight"):
-                        linear = name.removeprefix(above).removesuffix(".weight")
-                        self._adapt(layer, linear, above, shards)
+                self._put_into(layer, ranks)
+        for name, shards in model_shards(hf).items():
+            names = {tensor: _adapter_names(name, tensor) for tensor in shards.shapes}
+            halves = {
+                tensor: (self.parameters[first], self.parameters[second])
+                for tensor, (first, second) in names.items()
+                if first in self.parameters and tensor.endswith(".weight")
+            }
+            if halves:
+                self._weights.append((weights[name], shards, to_host(weights[name]), halves))
         self.draw(seed)
 
-    def _adapt(self, layer: Module, linear: str, above: str, shards: Shards) -> None:
-        added, halves = ParameterDict(), {}
-        for tensor in shards.shapes:
-            projection = tensor.split(".")[-2]
-            names = [f"{above}{linear}.lora.{projection}_{half}" for half in "AB"]
-            if names[0] in self.shards:
-                module = layer.get_submodule(linear)
-                for name in names:
-                    shape = self.shards[name].local_shape(self._place[1])
-                    made = Parameter(torch.empty(shape, dtype=torch.float32, device=module.weight.device))
-                    made.tensor_model_parallel = self.shards[name].split  # what the gradient's norm counts on each rank
-                    self.parameters[name] = added[name.rpartition(".")[2]] = made
-                halves[tensor] = (self.parameters[names[0]], self.parameters[names[1]])
-        if halves:
-            module.lora = added
-            parts = {name: to_host(part) for part, name in self._parts(module.weight, shards)}
-            self._weights.append((module.weight, shards, {name: (*halves[name], parts[name]) for name in halves}))
+    def _put_into(self, layer: Any, ranks: int) -> None:
+        above, device = f"decoder.layers.{layer.layer_number - 1}.lora.", next(layer.parameters()).device
+        layer.lora = ParameterDict()
+        for name, shards in self.shards.items():
+            if name.startswith(above):
+                made: Any = Parameter(torch.empty(shards.local_shape(ranks), dtype=torch.float32, device=device))
+                made.tensor_model_parallel = shards.split  # what the gradient's norm counts on each rank
+                self.parameters[name] = layer.lora[name.removeprefix(above)] = made
 
-    def _parts(self, shard: Tensor, shards: Shards) -> Iterator[tuple[Tensor, str]]:
+    def _parts(self, shard: Tensor, shards: Shards, halves: Mapping[str, Halves]) -> Iterator[tuple[Tensor, Halves]]:
+        """Views of a weight, or of what has its shape, that have an adapter."""
         for part, name, _, _ in shards.blocks(shard, *self._place):
-            yield part, name
+            if name in halves:
+                yield part, halves[name]
 
     @torch.no_grad()
     def draw(self, seed: int, *, both: bool = False) -> None:
@@ -118,29 +116,26 @@ class Adapters:
     @torch.no_grad()
     def merge(self) -> None:
         """Bring the model's weights up to date."""
-        for weight, shards, adapted in self._weights:
-            for part, name in self._parts(weight, shards):
-                if name in adapted:
-                    first, second, base = adapted[name]
-                    change = (second @ first).mul_(self.config.scale).view(part.shape)
-                    part.copy_(change.add_(base.to(part.device, non_blocking=True)))
+        for weight, shards, base, halves in self._weights:
+            weight.copy_(base, non_blocking=True)
+            for part, (first, second) in self._parts(weight, shards, halves):
+                part.copy_((second @ first).mul_(self.config.scale).view(part.shape).add_(part))
 
     def begin(self, config: Any) -> None:
         """Take what backward finds from now on; `config` is the chunks', which are wrapped and have their optimizer."""
         config.finalize_model_grads_func = self._sum_gradients
-        for weight, shards, adapted in self._weights:
+        for weight, shards, _, halves in self._weights:
             weight.requires_grad_(True)
-            weight.register_post_accumulate_grad_hook(partial(self._take, shards, adapted))
+            weight.register_post_accumulate_grad_hook(partial(self._take, shards, halves))
 
     @torch.no_grad()
-    def _take(self, shards: Shards, adapted: dict[str, tuple[Parameter, Parameter, Tensor]], weight: Parameter) -> None:
+    def _take(self, shards: Shards, halves: Mapping[str, Halves], weight: Tensor) -> None:
         gradient, weight.grad = weight.grad, None
-        for part, name in self._parts(gradient, shards):
-            if name in adapted:
-                first, second, _ = adapted[name]
-                of_change = part.reshape(len(second), -1).float()
-                first.main_grad.addmm_(second.T, of_change, alpha=self.config.scale)
-                second.main_grad.addmm_(of_change, first.T, alpha=self.config.scale)
+        assert gradient is not None
+        for part, (first, second) in self._parts(gradient, shards, halves):
+            of_change = part.reshape(len(second), -1).float()
+            first.main_grad.addmm_(second.T, of_change, alpha=self.config.scale)
+            second.main_grad.addmm_(of_change, first.T, alpha=self.config.scale)
 
     def _sum_gradients(self, model: Sequence[Module], num_tokens: Tensor | None, **options: Any) -> None:
         """As `optimizer.sum_gradients`; and over the tensor-parallel ranks, of which each has a part of the weight."""
@@ -175,14 +170,18 @@ class Adapters:
             "r": self.config.rank,
             "lora_alpha": self.config.alpha,
             "target_modules": list(self.config.modules),
-            "lora_dropout": 0.0,
-            "bias": "none",
             "inference_mode": True,
         }
         return {
             "adapter/adapter_config.json": json.dumps(config, indent=2).encode(),
             "adapter/adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
         }
+
+
+def _adapter_names(name: str, tensor: str) -> tuple[str, str]:
+    """Of A and B, for a tensor that is in a layer's weight `name`."""
+    at = f"{place_of(name)}.lora.{tensor.split('.')[-2]}"
+    return f"{at}_A", f"{at}_B"
 
 
 def _slice(tensor: Tensor, name: str, dim: int, start: int, stop: int) -> Tensor:
