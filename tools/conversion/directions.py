@@ -14,14 +14,7 @@ import yaml
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import (
-    STATE_FILE,
-    check_whole,
-    digest_of,
-    put_in_place,
-    state_text,
-    stored_lora,
-)
+from megatron_dapo.actor.checkpoint.checkpoint_files import STATE_FILE, check_whole, digest_of, put_in_place, state_text
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.weights.hf_files import (
     FolderPlan,
@@ -148,7 +141,7 @@ def to_hf(
     progress = Progress("check")
     check_whole(source)
     progress.close("every file has the checksum of the manifest")
-    if stored_lora(json.loads((source / STATE_FILE).read_text())).rank:
+    if "lora" in json.loads((source / STATE_FILE).read_text())["extra"]:
         raise ConfigError(
             f"{source}: holds LoRA adapters alone; `train` its run with run.resume=true, run.resume_step and "
             "run.rollout_steps set to this step: it ends at once and writes <run.dir>/model, merged"

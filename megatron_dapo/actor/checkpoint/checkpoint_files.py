@@ -22,7 +22,6 @@ from megatron_dapo.actor.step_data import CheckpointDamagedError, CheckpointErro
 from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig
 from megatron_dapo.storage.durable import replace_file, replace_folder
 
-EVERY_WEIGHT = LoraConfig()
 STATE_FILE = "actor.json"
 MANIFEST_FILE = "manifest.json"
 
@@ -40,11 +39,7 @@ ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha2
 
 
 def state_text(
-    *,
-    optimizer_steps: int,
-    layout: LayoutConfig,
-    distributed_optimizer: bool | None,
-    lora: LoraConfig = EVERY_WEIGHT,
+    *, optimizer_steps: int, layout: LayoutConfig, distributed_optimizer: bool | None, lora: LoraConfig | None = None
 ) -> str:
     """Content of `actor.json`.
 
@@ -58,18 +53,12 @@ def state_text(
         "optimizer_steps": optimizer_steps,
         "layout": asdict(layout),
         "distributed_optimizer": distributed_optimizer,
-        "extra": {"lora": asdict(lora)} if lora.rank else {},
+        "extra": {"lora": asdict(lora)} if lora and lora.rank else {},
     }
     return json.dumps(state, indent=1)
 
 
-def stored_lora(state: Mapping[str, Any]) -> LoraConfig:
-    """Of what `state_text` wrote; an older one has none."""
-    stored = state.get("extra", {}).get("lora", {})
-    return LoraConfig(**stored | {"modules": tuple(stored["modules"])} if stored else {})
-
-
-def read_state(folder: Path, *, distributed: bool, lora: LoraConfig = EVERY_WEIGHT) -> dict[str, Any]:
+def read_state(folder: Path, *, distributed: bool, lora: LoraConfig) -> dict[str, Any]:
     """What `state_text` wrote.
 
     Raises:
@@ -85,8 +74,9 @@ def read_state(folder: Path, *, distributed: bool, lora: LoraConfig = EVERY_WEIG
         raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
     if kind != distributed:
         raise CheckpointError(f"{folder}: set actor.optimizer.distributed={str(kind).lower()}, as it was written with")
-    if (stored := stored_lora(state)) != lora:
-        raise CheckpointError(f"{folder}: was written with actor.lora = {asdict(stored)}; set these, or {CONVERT}")
+    stored = state["extra"].get("lora", {"rank": 0})
+    if stored != (json.loads(json.dumps(asdict(lora))) if lora.rank else {"rank": 0}):
+        raise CheckpointError(f"{folder}: was written with actor.lora = {stored}; set these, or {CONVERT}")
     return state
 
 

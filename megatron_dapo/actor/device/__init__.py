@@ -156,8 +156,8 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         transformer_engine=why_not is None,
         fused_adam=cuda and found.fused_adam is not None,
         # The gradient of a weight with an adapter is not kept, and an adapter's comes from it, in no order.
-        gradient_accumulation=cuda and found.gradient_accumulation and not config.lora.rank,
-        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1 and not config.lora.rank,
+        gradient_accumulation=cuda and found.gradient_accumulation and config.lora.rank == 0,
+        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1 and config.lora.rank == 0,
         kernels=_kernels(config, dtype, found, why_not, cuda=cuda),
     )
 
