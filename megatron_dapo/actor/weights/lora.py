@@ -39,6 +39,10 @@ Halves = tuple[Any, Any]
 """A and B of a projection: parameters, to which Megatron's wrapper adds `main_grad`."""
 
 
+SMALL_CHANGE = 0.05
+"""Of alpha / rank x B, against what `Adapters.draw` gives A."""
+
+
 def adapter_shards(hf: HFModelConfig, config: LoraConfig) -> dict[str, Shards]:
     """Every A and B of the whole model in its order, by its name in Megatron's modules with the global layer number:
     `decoder.layers.3.lora.q_proj_A`. Their tensors have PEFT's names."""
@@ -101,14 +105,17 @@ class Adapters:
 
     @torch.no_grad()
     def draw(self, seed: int, *, both: bool = False) -> None:
-        """PEFT's beginning: A uniform within 1 / sqrt(in), B zeros. The same numbers at any layout. `both`: B random
-        too."""
+        """PEFT's beginning: A uniform within 1 / sqrt(in), B zeros. The same numbers at any layout.
+
+        `both`: B small and random, so that both have gradients and the merged weights are near W. Far from it a trained
+        model is noise, and a gradient's rounding no measure of anything.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, shards in self.shards.items():
             (shape,) = shards.shapes.values()
             whole = torch.empty(shape).uniform_(-1, 1, generator=generator).div_(math.sqrt(shape[1]))
-            if name.endswith("B") and not both:
-                whole.zero_()
+            if name.endswith("B"):
+                whole *= SMALL_CHANGE / self.config.scale if both else 0
             if name in self.parameters:
                 shards.load(self.parameters[name], partial(_slice, whole), *self._place)
         self.merge()
