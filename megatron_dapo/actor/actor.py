@@ -242,8 +242,8 @@ class MegatronActor:
         source, adapters = Path(self.model.path), self.optimizer.adapters
         with self.memory.resident("parameters"):
             besides = adapters and adapters.files(self._chunks, self.hf, str(source.absolute()))
-            options: dict[str, Any] = {"dtype": self._dtype, "watch": watch, "besides": besides}
-            self._weights.export_hf(self._chunks, self.hf, folder, source, **options)
+            places = self._chunks, self.hf, folder, source
+            self._weights.export_hf(*places, dtype=self._dtype, watch=watch, besides=besides)
 
     def stream_weights(self, sink: Any, bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""

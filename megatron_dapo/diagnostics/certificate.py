@@ -274,7 +274,8 @@ def current_log_probs(
 def _move_adapters(actor: MegatronActor, config: Config) -> None:
     """LoRA begins with B = 0, where the gradient of A is 0 on any layout."""
     if actor.optimizer.adapters is not None:
-        actor.optimizer.adapters.draw(config.run.seed, both=True)
+        with actor.memory.resident("parameters"):
+            actor.optimizer.adapters.draw(config.run.seed, both=True)
 
 
 def compare(

@@ -22,7 +22,14 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig
-from megatron_dapo.plan.rank_state import GRADIENT_BYTES, MOMENT_BYTES, StateBytes, adapted, base_bytes, rank_state
+from megatron_dapo.plan.rank_state import (
+    GRADIENT_BYTES,
+    MOMENT_BYTES,
+    StateBytes,
+    adapted_weights,
+    base_bytes,
+    rank_state,
+)
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
@@ -137,9 +144,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
     layer = tokens * size * (whole + hf.ffn_hidden_size / layout.tensor)
     layer += repeated if actor.recompute == "full" else 0
-    if actor.lora.rank:
-        # The gradient of the largest weight with an adapter, and in float32 the part of it that is being taken.
-        layer += hf.hidden_size * max(adapted(hf, actor.lora, layout.tensor)) * (2 * size + 4)
+    # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
+    layer += max(adapted_weights(hf, actor), default=0) * (size + 4)
     forward, update = {}, {}
     if stage == layout.pipeline - 1:
         if layout.sequence_parallel:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_dapo.actor.model.hf_config import check_layout
+from megatron_dapo.actor.model.hf_config import check_actor
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.root import contradictions
@@ -68,7 +68,7 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
     Raises:
         ConfigError: the layout does not divide the model, or an assumption is impossible.
     """
-    check_layout(case.hf, case.config.actor.layout)
+    check_actor(case.hf, case.config.actor)
     workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
     if heads % parallel:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:
 
 def _possible(case: Scenario) -> bool:
     try:
-        check_layout(case.hf, case.config.actor.layout)
+        check_actor(case.hf, case.config.actor)
     except ConfigError:
         return False
     return not list(contradictions(case.config))

@@ -16,6 +16,8 @@ GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+JOINED = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"})
+"""Projections that are one weight in Megatron."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,27 +41,22 @@ class StateBytes:
 
 def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int) -> StateBytes:
     """State of any rank of pipeline stage `stage`."""
-    layout, lora = actor.layout, actor.lora
-    held = stage_parameters(hf, layout, stage)
-    owned = held
-    if lora.rank:
-        adapters = hf.num_layers // layout.pipeline * adapter_parameters(hf, lora, layout.tensor)
-        owned = math.ceil(adapters / (layout.data * layout.context)) if actor.optimizer.distributed else adapters
-        return StateBytes(
-            parameters=held * DTYPE_BYTES[dtype] + adapters * MASTER_BYTES,
-            gradients=adapters * GRADIENT_BYTES,
-            master_weights=0,
-            moments=owned * MOMENT_BYTES,
-        )
+    layout = actor.layout
+    trained = stage_parameters(hf, layout, stage)
+    parameters = trained * DTYPE_BYTES[dtype]
+    if actor.lora.rank:
+        trained = hf.num_layers // layout.pipeline * adapter_parameters(hf, actor.lora, layout.tensor)
+        parameters += trained * MASTER_BYTES
+    owned = trained
     if actor.optimizer.distributed:
         experts = 0 if layout.expert == 1 else hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
         replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
-        owned = math.ceil((held - experts) / (layout.data * layout.context) + experts / replicas)
+        owned = math.ceil((trained - experts) / (layout.data * layout.context) + experts / replicas)
     # Weights that are float32 already are their own master weights.
-    masters = owned if dtype != "float32" else 0
+    masters = owned if dtype != "float32" and not actor.lora.rank else 0
     return StateBytes(
-        parameters=held * DTYPE_BYTES[dtype],
-        gradients=held * GRADIENT_BYTES,
+        parameters=parameters,
+        gradients=trained * GRADIENT_BYTES,
         master_weights=masters * MASTER_BYTES,
         moments=owned * MOMENT_BYTES,
     )
@@ -80,22 +77,27 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
 def adapter_parameters(hf: HFModelConfig, lora: LoraConfig, tensor: int = 1) -> int:
     """Elements of a layer's LoRA adapters on each tensor-parallel rank: one half of each is cut, the other, of
     `hidden_size`, whole."""
-    return sum(lora.rank * (hf.hidden_size + size) for size in adapted(hf, lora, tensor))
+    sizes = projections(hf, tensor)
+    return sum(lora.rank * (hf.hidden_size + sizes[name]) for name in lora.modules)
+
+
+def adapted_weights(hf: HFModelConfig, actor: ActorConfig) -> list[int]:
+    """Elements on a tensor-parallel rank of each of a layer's weights with an adapter, as Megatron joins them."""
+    sizes = projections(hf, actor.layout.tensor)
+    adapted = [names for names in JOINED if not names.isdisjoint(actor.lora.modules)] if actor.lora.rank else []
+    return [hf.hidden_size * sum(sizes[name] for name in names) for names in adapted]
 
 
 def base_bytes(hf: HFModelConfig, actor: ActorConfig, dtype: str) -> int:
     """Host memory of a rank for its weights without their adapters; it is read once in an optimizer step."""
-    if not actor.lora.rank:
-        return 0
-    rows = sum(adapted(hf, actor.lora, actor.layout.tensor))
-    return hf.num_layers // actor.layout.pipeline * rows * hf.hidden_size * DTYPE_BYTES[dtype]
+    return hf.num_layers // actor.layout.pipeline * sum(adapted_weights(hf, actor)) * DTYPE_BYTES[dtype]
 
 
-def adapted(hf: HFModelConfig, lora: LoraConfig, tensor: int) -> list[int]:
-    """Rows or columns of each adapted projection on a tensor-parallel rank; it has `hidden_size` of the other."""
-    queries, narrow = (heads * hf.head_dim for heads in (hf.num_attention_heads, hf.num_query_groups))
-    size_of = {"q_proj": queries, "o_proj": queries, "k_proj": narrow, "v_proj": narrow}
-    return [size_of.get(name, hf.ffn_hidden_size) // tensor for name in lora.modules]
+def projections(hf: HFModelConfig, tensor: int) -> dict[str, int]:
+    """Rows or columns of each projection on a tensor-parallel rank; it has `hidden_size` of the other."""
+    queries, narrow = (heads * hf.head_dim // tensor for heads in (hf.num_attention_heads, hf.num_query_groups))
+    sizes = {"q_proj": queries, "o_proj": queries, "k_proj": narrow, "v_proj": narrow}
+    return sizes | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hf.ffn_hidden_size // tensor)
 
 
 def trained_parameters(hf: HFModelConfig, lora: LoraConfig) -> int:
