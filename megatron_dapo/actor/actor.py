@@ -241,7 +241,7 @@ class MegatronActor:
         before."""
         source, adapters = Path(self.model.path), self.optimizer.adapters
         with self.memory.resident("parameters"):
-            besides = adapters and adapters.files(self._chunks, self.hf, str(source.absolute()))
+            besides = adapters.files(self._chunks, self.hf, str(source.absolute())) if adapters else None
             places = self._chunks, self.hf, folder, source
             self._weights.export_hf(*places, dtype=self._dtype, watch=watch, besides=besides)
 

@@ -199,7 +199,7 @@ def test_adapters_alone_are_trained_and_stored_and_a_resume_is_bit_equal(gloo, l
         first_half, second_half = (halves[f"{path}.lora_{half}.weight"].double() for half in "AB")
         change = LORA["alpha"] / LORA["rank"] * second_half @ first_half
         # In bfloat16 rounded once, to the nearest.
-        rounding = {"rtol": 1.001 * 2**-9, "atol": 0} if dtype == "bfloat16" else {"rtol": 1e-6, "atol": 1e-8}
+        rounding = {"rtol": 1.001 * 2**-8, "atol": 0} if dtype == "bfloat16" else {"rtol": 1e-6, "atol": 1e-8}
         torch.testing.assert_close(trained.double(), start[name].double() + change, **rounding)
         assert not torch.equal(trained, start[name]), name
     # What is stored: A, B and their optimizer state, and no weight of the model.
