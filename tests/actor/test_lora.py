@@ -285,6 +285,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path):
         check_actor(HFModelConfig.load(folder), config_of({}))
 
 
+@pytest.mark.filterwarnings("ignore:builtin type Swig:DeprecationWarning")
 def test_peft_loads_the_adapter_and_gives_the_merged_models_logits(gloo, model, data, tmp_path):
     from peft import PeftModel
 
