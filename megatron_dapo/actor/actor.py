@@ -81,7 +81,7 @@ class MegatronActor:
         from megatron_dapo.actor.model.model_chunks import build_model
         from megatron_dapo.actor.optimizer import ActorOptimizer
         from megatron_dapo.actor.step import ForwardBackward
-        from megatron_dapo.actor.weights import hf_weights
+        from megatron_dapo.actor.weights import hf_weights, lora
 
         self._checkpoint, self._weights, self._groups = checkpoint, hf_weights, process_groups
         torch.set_num_threads(config.threads)
@@ -97,8 +97,10 @@ class MegatronActor:
         )
         chunks = build_model(self.hf, config, model.dtype, self.device, upcasts_head=model.upcasts_head)
         hf_weights.load_hf_weights(chunks, self.hf, Path(self.model.path))
+        adapters = lora.Adapters(chunks, self.hf, config.lora, seed=seed) if config.lora.rank else None
         rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
-        self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, overlap=self.device.overlap_grad_reduce)
+        options: dict[str, Any] = {"overlap": self.device.overlap_grad_reduce, "adapters": adapters}
+        self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, **options)
         self._chunks = self.optimizer.chunks
         self.reference = ReferenceWeights(self._chunks) if keep_reference else None
         self.passes = ForwardBackward(self._chunks, config, vocabulary=self.hf.vocab_size, device=self.device.device)
@@ -223,21 +225,26 @@ class MegatronActor:
     def loss_and_gradients(
         self, mini_batch: MiniBatch, objective: Objective, temperature: float
     ) -> tuple[float, dict[str, Tensor]] | None:
-        """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name: on rank 0; None on
-        the others. Changes no weight."""
+        """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name, of adapters PEFT's:
+        on rank 0; None on the others. Changes no weight."""
         with self.memory.resident("parameters", "gradients"):
             self.optimizer.zero_grad()
             sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-            gradient = attrgetter("main_grad")
-            tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, dtype=torch.float32, value=gradient))
+            options: dict[str, Any] = {"dtype": torch.float32, "value": attrgetter("main_grad")}
+            if self.optimizer.adapters is not None:
+                options["shards"] = self.optimizer.adapters.shards
+            tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, **options))
         return (sums["loss"], tensors) if self.rank == 0 else None
 
     def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> None:
-        """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder.
-        Rank 0 writes, and hands each tensor to `watch` before."""
-        source = Path(self.model.path)
+        """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder;
+        LoRA's are merged, and `folder/adapter` has them for PEFT. Rank 0 writes, and hands each tensor to `watch`
+        before."""
+        source, adapters = Path(self.model.path), self.optimizer.adapters
         with self.memory.resident("parameters"):
-            self._weights.export_hf(self._chunks, self.hf, folder, source, dtype=self._dtype, watch=watch)
+            besides = adapters.files(self._chunks, self.hf, str(source.absolute())) if adapters else None
+            places = self._chunks, self.hf, folder, source
+            self._weights.export_hf(*places, dtype=self._dtype, watch=watch, besides=besides)
 
     def stream_weights(self, sink: Any, bucket_bytes: int) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""

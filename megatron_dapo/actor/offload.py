@@ -39,7 +39,7 @@ class DeviceMemory:
 
     def __init__(self, chunks: Iterable[torch.nn.Module], megatron_optimizer: Any) -> None:
         """`chunks`: in Megatron's DistributedDataParallel; `megatron_optimizer`: a ChainedOptimizer over them."""
-        self._chunks = list(chunks)
+        self._chunks: list[Any] = list(chunks)
         self._megatron = megatron_optimizer
         self._away: dict[Part, list[tuple[UntypedStorage, int]]] = {}
         """With the bytes that each storage had."""
@@ -105,7 +105,7 @@ class DeviceMemory:
             if part == "gradients":
                 # Master weights keep views of the gradient buffers until the next step.
                 self._megatron.zero_grad()
-                tensors = (parameter.main_grad for parameter in self._parameters())
+                tensors = (each.main_grad for chunk in self._chunks for each in chunk.params_with_grad)
             # Without low-precision weights the master weights are the weights themselves.
             storages = {key: storage for key, storage in _storages(tensors).items() if key not in storages}
         if part != "gradients":

@@ -35,7 +35,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.offload import DeviceMemory
 from megatron_dapo.actor.step_data import LearningRate, NonFiniteUpdateError
-from megatron_dapo.config.actor_config import OptimizerConfig
+from megatron_dapo.actor.weights.lora import Adapters
+from megatron_dapo.config.actor_config import LoraConfig, OptimizerConfig
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
@@ -50,17 +51,27 @@ class ActorOptimizer:
     """AdamW over the chunks of all ranks. Collective: every rank makes every call."""
 
     def __init__(
-        self, chunks: Sequence[GPTModel], config: OptimizerConfig, learning_rate: LearningRate, *, overlap: bool
+        self,
+        chunks: Sequence[GPTModel],
+        config: OptimizerConfig,
+        learning_rate: LearningRate,
+        *,
+        overlap: bool,
+        adapters: Adapters | None = None,
     ) -> None:
         """Wrap `chunks`, whose weights are loaded.
 
         Args:
             overlap: reduce gradients while backward still runs; worth it where communication is not the CPU's work.
+            adapters: of these chunks; then nothing else is trained.
         """
         self.config = config
         self.learning_rate = learning_rate
+        self.adapters, self.lora = adapters, adapters.config if adapters is not None else LoraConfig()
         self.chunks = _wrap(chunks, distributed=config.distributed, overlap=overlap)
         model_config = chunks[0].config
+        # Adapters are float32: no optimizer has copies of them.
+        dtype = model_config.params_dtype if adapters is None else torch.float32
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=learning_rate.peak,
@@ -70,8 +81,8 @@ class ActorOptimizer:
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
             clip_grad=config.clip_norm,
-            bf16=model_config.bf16,
-            params_dtype=model_config.params_dtype,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
         )
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
@@ -95,6 +106,8 @@ class ActorOptimizer:
             wd_incr_steps=1,
             wd_incr_style="constant",
         )
+        if adapters is not None:
+            adapters.begin(model_config)
 
     @property
     def optimizer_steps(self) -> int:
@@ -130,6 +143,8 @@ class ActorOptimizer:
                 parameters = [one for inner in self._inner for one in inner.get_parameters()]
                 clip_grad_by_total_norm_fp32(parameters, self.config.clip_norm, grad_norm)
             self.megatron.step_with_ready_grads()
+            if self.adapters is not None:
+                self.adapters.merge()
         return grad_norm, self.scheduler.get_lr({})
 
     def reset(self) -> None:
@@ -189,6 +204,8 @@ class ActorOptimizer:
         else:
             self.megatron.load_state_dict(state)
         self.scheduler.step(optimizer_steps - self.scheduler.num_steps)
+        if self.adapters is not None:
+            self.adapters.merge()
 
 
 def sum_gradients(model: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None, **options: Any) -> None:
@@ -232,7 +249,7 @@ def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) 
         f"{name} (rank {dist.get_rank()})"
         for chunk in chunks
         for name, parameter in chunk.module.named_parameters()
-        if not torch.isfinite(parameter.main_grad).all()
+        if hasattr(parameter, "main_grad") and not torch.isfinite(parameter.main_grad).all()
     ]
     names = [name for rank in gather_objects(here) for name in rank]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

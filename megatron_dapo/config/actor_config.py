@@ -1,8 +1,16 @@
 """Section `actor`: how Megatron-Core trains."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, WrapValidator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, DecayRates
@@ -91,6 +99,26 @@ class OffloadConfig:
     weights) or `all` (weights too). For a GPU shared with a server."""
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    rank: NonNegativeInt = 0
+    """Train LoRA adapters of this rank (arXiv 2106.09685) and nothing else; 0: every weight."""
+
+    alpha: PositiveFloat = 32.0
+    """Trainer and servers calculate with W + alpha / rank x B A, merged."""
+
+    modules: Annotated[tuple[Projection, ...], Field(strict=False, min_length=1)] = get_args(Projection)
+    """Projections of every layer that have an adapter."""
+
+    @property
+    def scale(self) -> float:
+        """Of the product B A."""
+        return self.alpha / self.rank
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActorConfig:
     """Section `actor`: how Megatron-Core trains."""
@@ -98,6 +126,7 @@ class ActorConfig:
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     offload: OffloadConfig = OffloadConfig()
+    lora: LoraConfig = LoraConfig()
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where a GPU is visible, else the CPU over gloo."""

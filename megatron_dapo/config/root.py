@@ -11,7 +11,7 @@ import yaml
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
-from megatron_dapo.config.actor_config import ActorConfig
+from megatron_dapo.config.actor_config import ActorConfig, LoraConfig
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
 from megatron_dapo.config.base import STRICT
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
@@ -180,6 +180,13 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield f"actor.fp8 = {fp8}: needs CUDA, but actor.device is cpu; set actor.fp8 to none"
     if fp8 != "none" and config.model.dtype != "bfloat16":
         yield f"actor.fp8 = {fp8}: the rest of the model is then bfloat16; set model.dtype to that"
+    lora = config.actor.lora
+    if lora.rank and fp8 != "none":
+        yield f"actor.fp8 = {fp8}: not supported with actor.lora.rank = {lora.rank}; set one of them to none or 0"
+    if not lora.rank and lora != LoraConfig():
+        yield "actor.lora.alpha, modules: nothing reads them without actor.lora.rank; set that too, or leave them out"
+    if len(set(lora.modules)) < len(lora.modules):
+        yield "actor.lora.modules: names a projection twice; remove one"
 
 
 def _of_option(word: str) -> Iterator[str]:

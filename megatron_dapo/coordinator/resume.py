@@ -27,7 +27,7 @@ from rollout.config import StageConfig
 KEPT = (
     *("run.seed", "data.order", "algorithm.group_size", "model.path"),
     *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
-    "actor.routing_replay",
+    *("actor.routing_replay", "actor.lora.rank", "actor.lora.alpha", "actor.lora.modules"),
     *("rollout.thinking_budget", "rollout.thinking_end", "rollout.thinking_mark"),
     *("data.environment", "data.observation_template"),
     *("rollout.max_turns", "rollout.max_observation_tokens", "rollout.turn_end"),

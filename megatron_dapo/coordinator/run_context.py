@@ -287,7 +287,9 @@ async def first_progress(config: Config, run_dir: RunDir) -> Progress:
     progress = await load_counters(run_dir, chosen[0]) if chosen else None
     if chosen:
         try:
-            read_state(chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed)
+            read_state(
+                chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed, lora=config.actor.lora
+            )
         except CheckpointDamagedError as error:
             raise await damaged_checkpoint(run_dir, chosen[0], str(error)) from None
     if step is not None:

@@ -114,7 +114,7 @@ def measure_layouts(
             scores = np.random.default_rng([seed, 3]).random((drawn.token_ids.size, hf.num_layers, hf.experts.count))
             drawn = replace(drawn, routing=scores.argsort(-1)[..., : hf.experts.top_k].astype(np.uint8))
         one_rank = packing(reference.config, drawn)
-        current = reference.run(ranks, MegatronActor.log_probs, drawn, one_rank, config.rollout.temperature)
+        current = reference.run(ranks, current_log_probs, config, drawn, one_rank)
         # Two responses to a micro-batch or so: then verl_legacy differs from the other aggregations.
         weights_plan = _packing_on(config, drawn, LayoutConfig(), int(drawn.sequence_lengths.max()))
         references = random_mini_batches(config, drawn, current, one_rank, weights_plan)
@@ -263,11 +263,27 @@ def sampled_responses(place: RankPlace, config: Config, responses: Responses) ->
     return Responses.of([(prompt, ids[:length]) for prompt, (ids, length) in zip(prompts, answers, strict=True)])
 
 
+def current_log_probs(
+    actor: MegatronActor, config: Config, responses: Responses, plan: MicroBatchPlan
+) -> LogProbs | None:
+    """On rank 0 the log-probs of the model that `compare` takes the gradients of."""
+    _move_adapters(actor, config)
+    return actor.log_probs(responses, plan, config.rollout.temperature)
+
+
+def _move_adapters(actor: MegatronActor, config: Config) -> None:
+    """LoRA begins with B = 0, where the gradient of A is 0 on any layout."""
+    if actor.optimizer.adapters is not None:
+        with actor.memory.resident("parameters"):
+            actor.optimizer.adapters.draw(config.run.seed, both=True)
+
+
 def compare(
     actor: MegatronActor, config: Config, mini_batches: Mapping[Aggregation, MiniBatch], folder: Path
 ) -> list[Difference]:
     """On rank 0 each mini-batch's difference from the reference; none on the other ranks. The first call, on one rank,
     finds no references there and writes them."""
+    _move_adapters(actor, config)
     differences = []
     for name, mini_batch in mini_batches.items():
         found = actor.loss_and_gradients(mini_batch, objective_of(config.algorithm), config.rollout.temperature)

@@ -31,7 +31,14 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, Recompute
-from megatron_dapo.plan.rank_state import MOMENT_BYTES, StateBytes, rank_state
+from megatron_dapo.plan.rank_state import (
+    GRADIENT_BYTES,
+    MOMENT_BYTES,
+    StateBytes,
+    adapted_weights,
+    base_bytes,
+    rank_state,
+)
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
@@ -172,6 +179,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
         inside = 2 * hf.experts.top_k * imbalance * hf.hidden_size * layout.expert_tensor
     layer = tokens * size * (whole + inside / layout.tensor)
     layer += repeated if whole_again else repeated - tokens * size * kept_of(actor.recompute)
+    # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
+    layer += max(adapted_weights(hf, actor), default=0) * (size + 4)
     forward, update = {}, {}
     if stage == layout.pipeline - 1:
         if layout.sequence_parallel:
@@ -256,12 +265,13 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     state = rank_state(case.hf, config.actor, config.model.dtype, stage=0)
     # The reference's weights, and the rank's own while the reference is swapped in.
     reference = 2 * state.parameters if config.algorithm.kl.coefficient > 0 else 0
+    reference += base_bytes(case.hf, config.actor, config.model.dtype)
     offload, offloaded = config.actor.offload, 0
     if offload.optimizer_state or offload.between_phases != "none":
         offloaded = state.master_weights + state.moments
     if offload.between_phases != "none":
         offloaded += state.gradients + (state.parameters if offload.between_phases == "all" else 0)
-    parameters = state.parameters / size
+    parameters = state.gradients / GRADIENT_BYTES  # those that are trained
     # With the distributed optimizer every rank writes its own part of the state, else the first data-parallel ranks
     # all of it; these write the weights too.
     written = state.moments / MOMENT_BYTES if config.actor.optimizer.distributed else parameters

@@ -2,7 +2,8 @@
 
 Gradients are float32; so are master weights and both moments of Adam. With the distributed optimizer each data- and
 context-parallel rank owns an equal part of the last two; of experts, which have buffers of their own, each rank that
-holds the same ones. Megatron pads its buffers besides, by kilobytes; that is not counted.
+holds the same ones. Megatron pads its buffers besides, by kilobytes; that is not counted. LoRA's adapters are float32,
+and all that has gradients and optimizer state.
 """
 
 import dataclasses
@@ -10,12 +11,14 @@ import math
 from dataclasses import dataclass
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig
 
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+JOINED = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"})
+"""Projections that are one weight in Megatron."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +43,20 @@ class StateBytes:
 def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int) -> StateBytes:
     """State of any rank of pipeline stage `stage`."""
     layout = actor.layout
-    held = stage_parameters(hf, layout, stage)
-    owned = held
+    trained = stage_parameters(hf, layout, stage)
+    parameters = trained * DTYPE_BYTES[dtype]
+    if actor.lora.rank:
+        trained = hf.num_layers // layout.pipeline * adapter_parameters(hf, actor.lora, layout.tensor)
+        parameters += trained * MASTER_BYTES
+    owned = trained
     if actor.optimizer.distributed:
         experts = apart_parameters(hf, layout)
-        owned = math.ceil((held - experts) / (layout.data * layout.context) + experts / layout.expert_replicas)
+        owned = math.ceil((trained - experts) / (layout.data * layout.context) + experts / layout.expert_replicas)
     # Weights that are float32 already are their own master weights.
-    masters = owned if dtype != "float32" else 0
+    masters = owned if dtype != "float32" and not actor.lora.rank else 0
     return StateBytes(
-        parameters=held * DTYPE_BYTES[dtype],
-        gradients=held * GRADIENT_BYTES,
+        parameters=parameters,
+        gradients=trained * GRADIENT_BYTES,
         master_weights=masters * MASTER_BYTES,
         moments=owned * MOMENT_BYTES,
     )
@@ -75,6 +82,37 @@ def apart_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
 def stage_experts(hf: HFModelConfig, layout: LayoutConfig) -> int:
     """Of a rank's elements those of experts; 0 for a dense model."""
     return hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
+
+
+def adapter_parameters(hf: HFModelConfig, lora: LoraConfig, tensor: int = 1) -> int:
+    """Elements of a layer's LoRA adapters on each tensor-parallel rank: one half of each is cut, the other, of
+    `hidden_size`, whole."""
+    sizes = projections(hf, tensor)
+    return sum(lora.rank * (hf.hidden_size + sizes[name]) for name in lora.modules)
+
+
+def adapted_weights(hf: HFModelConfig, actor: ActorConfig) -> list[int]:
+    """Elements on a tensor-parallel rank of each of a layer's weights with an adapter, as Megatron joins them."""
+    sizes = projections(hf, actor.layout.tensor)
+    adapted = [names for names in JOINED if not names.isdisjoint(actor.lora.modules)] if actor.lora.rank else []
+    return [hf.hidden_size * sum(sizes[name] for name in names) for names in adapted]
+
+
+def base_bytes(hf: HFModelConfig, actor: ActorConfig, dtype: str) -> int:
+    """Host memory of a rank for its weights without their adapters; it is read once in an optimizer step."""
+    return hf.num_layers // actor.layout.pipeline * sum(adapted_weights(hf, actor)) * DTYPE_BYTES[dtype]
+
+
+def projections(hf: HFModelConfig, tensor: int) -> dict[str, int]:
+    """Rows or columns of each projection on a tensor-parallel rank; it has `hidden_size` of the other."""
+    queries, narrow = (heads * hf.head_dim // tensor for heads in (hf.num_attention_heads, hf.num_query_groups))
+    sizes = {"q_proj": queries, "o_proj": queries, "k_proj": narrow, "v_proj": narrow}
+    return sizes | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hf.ffn_hidden_size // tensor)
+
+
+def trained_parameters(hf: HFModelConfig, lora: LoraConfig) -> int:
+    """Elements of the whole model that have optimizer state."""
+    return hf.num_layers * adapter_parameters(hf, lora) if lora.rank else model_parameters(hf)
 
 
 def model_parameters(hf: HFModelConfig) -> int:

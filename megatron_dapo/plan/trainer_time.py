@@ -22,7 +22,14 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.plan.memory import repeated_layers
-from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes, active_parameters, apart_parameters, stage_experts
+from megatron_dapo.plan.rank_state import (
+    GRADIENT_BYTES,
+    StateBytes,
+    active_parameters,
+    apart_parameters,
+    base_bytes,
+    stage_experts,
+)
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 _BYTES = 2
@@ -178,7 +185,7 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     that hold the same."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
     experts = apart_parameters(case.hf, layout) * GRADIENT_BYTES / max(1, state.gradients)
-    moved_s = 0.0
+    moved_s, gathered = 0.0, state.gradients if actor.lora.rank else state.parameters
     for part, ranks, each in (
         (1 - experts, layout.data * layout.context, layout.tensor),
         (experts, layout.expert_replicas, layout.expert * layout.expert_tensor),
@@ -186,9 +193,10 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
         share = part * (ranks - 1) / ranks / constants.link(ranks * each)
         # An all-reduce moves twice what a reduce-scatter does.
         moved_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
-        moved_s += share * state.parameters if actor.optimizer.distributed else 0
+        moved_s += share * gathered if actor.optimizer.distributed else 0
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
+    carried += base_bytes(case.hf, actor, case.config.model.dtype)
     return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth

@@ -56,8 +56,11 @@ def cuda_choices() -> Iterator[Counter[str]]:
 
 
 def _prepare_for(real: Any, config: Any, dtype: Any) -> Any:
-    ranks = config.layout.data * config.layout.context
-    return replace(real(config, dtype), overlap_grad_reduce=ranks > 1, gradient_accumulation=True)
+    from megatron_dapo.actor.device import Found, choose
+
+    chosen = choose(replace(config, device="cuda"), dtype, Found(index=0, gradient_accumulation=True))
+    asked = ("overlap_grad_reduce", "gradient_accumulation")
+    return replace(real(config, dtype), **{name: getattr(chosen, name) for name in asked})
 
 
 def _transformer_config(real: Any, hf: Any, actor: Any, dtype: str, choice: Any) -> Any:

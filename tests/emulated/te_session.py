@@ -78,10 +78,10 @@ def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
 
 def _same_names(hf: Any, *optimizers: Any) -> list[str]:
     """Our names of parameters with the shapes that the shards of a rank have, if both sides give the same."""
-    from megatron_dapo.actor.weights.hf_weights import _named_parameters, model_shards
+    from megatron_dapo.actor.weights.hf_weights import model_shards, named_parameters
 
     one, other = (
-        {name: list(parameter.shape) for name, parameter in _named_parameters(optimizer.chunks, hf)}
+        {name: list(parameter.shape) for name, parameter in named_parameters(optimizer.chunks, hf)}
         for optimizer in optimizers
     )
     wanted = {name: list(shards.local_shape(1)) for name, shards in model_shards(hf).items()}

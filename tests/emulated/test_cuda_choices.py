@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor_config import OffloadConfig
+from megatron_dapo.config.actor_config import LoraConfig, OffloadConfig
 from tests.actor.checkpoint.test_checkpoint import train
 from tests.actor.gloo import RankPlace, run_ranks
 from tests.actor.mini_batches import (
@@ -139,6 +139,20 @@ def test_updates_and_certificates_in_turns_are_those_of_one_process(request, nam
         assert rank.seen["fused weight gradients"] > 0
         if layout.get("data", 1) * layout.get("context", 1) > 1:
             assert rank.seen["reductions during backward"] >= 6
+
+
+@pytest.mark.parametrize(
+    "layout", [{"data": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_adapters_are_trained_without_fused_or_early_gradients(layout, model):
+    """Their gradients come from those of the weights, which must exist, and with no hook of the wrapper's."""
+    data, options = columns(model), {"lora": LoraConfig(rank=4)}
+    [wanted] = run_ranks(1, turns, model, data, {}, options, False)
+    ranks = run_ranks(size(layout), turns, model, data, layout, options, True, timeout_s=240)
+    pairs = zip(ranks[0].gradients, wanted.gradients, strict=True)
+    assert max(relative_error(one, other)[""] for one, other in pairs) < BOUND
+    np.testing.assert_allclose(ranks[0].reports, wanted.reports, rtol=BOUND)
+    assert [rank.seen for rank in ranks] == [{}] * size(layout)
 
 
 def trained(

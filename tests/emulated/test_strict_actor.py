@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor_config import OffloadConfig
+from megatron_dapo.config.actor_config import LoraConfig, OffloadConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.tiny import save_tiny
@@ -48,7 +48,8 @@ def chosen_as_on_cuda() -> Iterator[None]:
     real = device.prepare_for
 
     def prepare_for(config: Any, dtype: Any) -> device.DeviceChoice:
-        overlap = config.layout.data * config.layout.context > 1
+        chosen = device.choose(dataclasses.replace(config, device="cuda"), dtype, device.Found(index=0))
+        overlap = chosen.overlap_grad_reduce
         return dataclasses.replace(real(config, dtype), device=GPU, backend="nccl", overlap_grad_reduce=overlap)
 
     device.prepare_for = prepare_for
@@ -214,6 +215,22 @@ def run_layout(strict: Any, layout: dict[str, Any], fields: dict[str, Any], *arg
 def test_an_actor_over_nccl_lives_as_one_process_does(strict, one_process, layout, fields, model, data, tmp_path):
     found = run_layout(strict, layout, fields, model, data, tmp_path)
     check(found, exported(tmp_path), *one_process)
+
+
+ADAPTERS = {"lora": LoraConfig(rank=4)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        pytest.param({"data": 2}, DISTRIBUTED | {"offload": OffloadConfig(between_phases="all")}, id="data"),
+        pytest.param(TENSOR, {}, id="tensor", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_live_as_in_one_process(strict, gloo, layout, fields, model, data, tmp_path):
+    (wanted,) = gloo(1, life, model, {}, dict(ADAPTERS), data, tmp_path / "one")
+    found = run_layout(strict, layout, fields | ADAPTERS, model, data, tmp_path / "strict")
+    check(found, exported(tmp_path / "strict"), wanted, exported(tmp_path / "one"))
 
 
 @pytest.mark.slow

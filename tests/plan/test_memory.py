@@ -20,6 +20,7 @@ from megatron_dapo.plan.memory import (
     server_memory,
     trainer_memory,
 )
+from megatron_dapo.plan.rank_state import base_bytes, rank_state, trained_parameters
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.actor.gloo import run_ranks
 from tests.actor.tiny import MIXTURE, random_sequences, save_tiny
@@ -258,3 +259,18 @@ def test_ranks_that_hold_different_experts_all_write_them(constants):
     written = 8 * (parts[CHECKPOINT_STATE] + parts[CHECKPOINT_WEIGHTS])
     assert node_memory(case, processes=8) - without == pytest.approx(written)
     assert 8 * parts[CHECKPOINT_WEIGHTS] > 2 * 30.5e9
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state():
+    """By hand for rank 32: 64 layers, 5120 wide, 8 of 40 heads for keys and values, MLP of 27648; TP 8 x PP 2."""
+    config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.lora.rank": 32})
+    hidden, narrow, ffn = 5120, 1024, 27648
+    numbers = 64 * 32 * (2 * (hidden + hidden) + 2 * (hidden + narrow) + 3 * (hidden + ffn))
+    assert trained_parameters(HF, config.actor.lora) == numbers == 268_435_456
+    few = changed(config, {"actor.lora.modules": ("q_proj", "v_proj")})
+    assert trained_parameters(HF, few.actor.lora) == 64 * 32 * (2 * hidden + hidden + narrow)
+    state = rank_state(HF, few.actor, "bfloat16", stage=0)
+    here = 32 * 32 * (2 * hidden + (hidden + narrow) // 8)  # of 32 layers, each A whole and an eighth of each B
+    assert (state.gradients, state.master_weights, state.moments) == (4 * here, 0, 8 * here)
+    # Megatron joins queries, keys and values, whose weight waits in host memory without its adapters.
+    assert base_bytes(HF, few.actor, "bfloat16") == 32 * hidden * (hidden + 2 * narrow) // 8 * 2

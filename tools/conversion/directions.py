@@ -2,6 +2,7 @@
 of its own; and back, where the files are laid out first and every worker fills its part."""
 
 import functools
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -140,6 +141,11 @@ def to_hf(
     progress = Progress("check")
     check_whole(source)
     progress.close("every file has the checksum of the manifest")
+    if "lora" in json.loads((source / STATE_FILE).read_text())["extra"]:
+        raise ConfigError(
+            f"{source}: holds LoRA adapters alone; `train` its run with run.resume=true, run.resume_step and "
+            "run.rollout_steps set to this step: it ends at once and writes <run.dir>/model, merged"
+        )
     progress = Progress("convert")
     parameters = stored_parameters(hf)
     reader = CheckpointReader(source)

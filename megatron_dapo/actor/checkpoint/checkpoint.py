@@ -6,7 +6,8 @@
 
 A checkpoint is written beside its place and renamed, so a folder of that name is a whole one. It can be written while
 training goes on: `begin` returns when the state is copied, `PendingSave.finish` makes the folder whole. Shards are read
-into any layout. Before anything is loaded every file is compared with the manifest.
+into any layout. With LoRA the model is the adapters alone: the rest is read from `model.path`. Before anything is
+loaded every file is compared with the manifest.
 """
 
 import shutil
@@ -55,7 +56,10 @@ def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, back
     writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
     state = files.state_text(
-        optimizer_steps=optimizer.optimizer_steps, layout=layout, distributed_optimizer=optimizer.config.distributed
+        optimizer_steps=optimizer.optimizer_steps,
+        layout=layout,
+        distributed_optimizer=optimizer.config.distributed,
+        lora=optimizer.lora,
     )
     _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
@@ -117,11 +121,12 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     """
     files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
-    state = files.read_state(folder, distributed=optimizer.config.distributed)
+    state = files.read_state(folder, distributed=optimizer.config.distributed, lora=optimizer.lora)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys
-        assert all(key.endswith(EXTRA_STATE) for key in lacking), f"{name} was not asked for {lacking}"
+        trained = {key for key, parameter in chunk.named_parameters() if hasattr(parameter, "main_grad")}
+        assert trained.isdisjoint(lacking), f"{name} was not asked for {lacking}"
     optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
     if asdict(LayoutConfig()) | state["layout"] == asdict(layout):  # an older one has fewer keys
         _set_random_state(loaded["rng"][dist.get_rank()])
@@ -166,7 +171,11 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(optimizer).items()}
+    adapters = optimizer.adapters
+    state = {
+        name: adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in _named_chunks(optimizer).items()
+    }
     if loading:
         state = {
             name: {key: shard for key, shard in shards.items() if EXTRA_STATE not in key}

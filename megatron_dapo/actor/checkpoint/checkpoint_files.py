@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from megatron_dapo.actor.step_data import CheckpointDamagedError, CheckpointError
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig
 from megatron_dapo.storage.durable import replace_file, replace_folder
 
 STATE_FILE = "actor.json"
@@ -38,28 +38,31 @@ ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha2
 """A new hash (`update`, `hexdigest`) of each algorithm that is read."""
 
 
-def state_text(*, optimizer_steps: int, layout: LayoutConfig, distributed_optimizer: bool | None) -> str:
+def state_text(
+    *, optimizer_steps: int, layout: LayoutConfig, distributed_optimizer: bool | None, lora: LoraConfig | None = None
+) -> str:
     """Content of `actor.json`.
 
     Args:
         layout: the one that wrote the checkpoint; the one that reads may differ.
         distributed_optimizer: state of the distributed and of the plain optimizer do not interchange. None: a model
             without any.
+        lora: with a rank, the model is its adapters alone.
     """
     state = {
         "optimizer_steps": optimizer_steps,
         "layout": asdict(layout),
         "distributed_optimizer": distributed_optimizer,
-        "extra": {},  # of the file's format; nothing is stored in it
+        "extra": {"lora": asdict(lora)} if lora and lora.rank else {},
     }
     return json.dumps(state, indent=1)
 
 
-def read_state(folder: Path, *, distributed: bool) -> dict[str, Any]:
+def read_state(folder: Path, *, distributed: bool, lora: LoraConfig) -> dict[str, Any]:
     """What `state_text` wrote.
 
     Raises:
-        CheckpointError: `actor.optimizer.distributed` is another one, or there is no optimizer state.
+        CheckpointError: `actor.optimizer.distributed` or `actor.lora` is another one, or there is no optimizer state.
         CheckpointDamagedError: the file is missing or damaged.
     """
     try:
@@ -71,6 +74,9 @@ def read_state(folder: Path, *, distributed: bool) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
     if kind != distributed:
         raise CheckpointError(f"{folder}: set actor.optimizer.distributed={str(kind).lower()}, as it was written with")
+    stored = state["extra"].get("lora", {"rank": 0})
+    if stored != (json.loads(json.dumps(asdict(lora))) if lora.rank else {"rank": 0}):
+        raise CheckpointError(f"{folder}: was written with actor.lora = {stored}; set these, or {CONVERT}")
     return state
 
 

@@ -156,28 +156,34 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         backend="nccl" if cuda else "gloo",
         transformer_engine=why_not is None,
         fused_adam=cuda and found.fused_adam is not None,
-        gradient_accumulation=cuda and found.gradient_accumulation,
-        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1,
+        # The gradient of a weight with an adapter is not kept, and an adapter's comes from it, in no order.
+        gradient_accumulation=cuda and found.gradient_accumulation and config.lora.rank == 0,
+        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1 and config.lora.rank == 0,
         kernels=_kernels(config, dtype, found, why_not, cuda=cuda),
     )
 
 
 def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
     ranks = config.layout.data * config.layout.context
-    engine, fused, accumulates = why_not is None, cuda and found.fused_adam, cuda and found.gradient_accumulation
+    engine, fused, lora = why_not is None, cuda and found.fused_adam, config.lora.rank > 0
+    accumulates = cuda and found.gradient_accumulation and not lora
     because = why_not or f"TransformerEngine {found.transformer_engine} is importable"
     local = "PyTorch's scaled_dot_product_attention on packed sequences"
     attention = "TransformerEngine's dot-product attention" if engine else local
     norm = "TransformerEngine's RMSNorm, fused with the linear after it" if engine else "RMSNorm in PyTorch"
     products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling" if config.fp8 != "none" else dtype
-    sums = "fused into the matrix product" if accumulates or engine else "an addition after the matrix product"
-    sums += ", but for the output layer" if engine and not accumulates else ""
+    sums = "an addition after the matrix product"
+    if accumulates or (engine and not lora):
+        sums = "fused into the matrix product" + ("" if accumulates else ", but for the output layer")
     apex = f"Apex's fused_weight_gradient_mlp_cuda is {'' if accumulates else 'not '}importable"
+    apex = f"actor.lora.rank = {config.lora.rank}" if lora else apex
     adam = f"FusedAdam of {fused}" if fused else "AdamW of this package in FusedAdam's state layout"
     others = "neither TransformerEngine nor Apex is importable" if cuda else "the fused ones need CUDA"
     reduction = f"during backward ({ranks} data- and context-parallel ranks over NCCL)"
     if ranks == 1:
         reduction = "after backward (there is one data-parallel rank)"
+    elif lora:
+        reduction = "after backward (adapters are small)"
     elif not cuda:
         reduction = "after backward (over gloo it would take backward's cores)"
     return {

@@ -176,6 +176,8 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
     check_layout(hf, actor.layout)
     if hf.experts is not None and actor.fp8 != "none":
         raise ConfigError(f"actor.fp8 = {actor.fp8}: not supported for a mixture of experts; set it to none")
+    if hf.experts is not None and actor.lora.rank:
+        raise ConfigError(f"actor.lora.rank = {actor.lora.rank}: not supported for a mixture of experts; set it to 0")
     experts = hf.experts.count if hf.experts is not None else 0
     if actor.routing_replay and not 0 < experts <= MOST_REPLAYED:
         raise ConfigError(

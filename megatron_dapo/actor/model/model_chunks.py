@@ -75,7 +75,7 @@ def build_model(
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
             # Megatron's key for this would ask Apex for the output layer's.
-            for module in chunk.modules():
+            for module in chunk.modules() if actor.lora.rank == 0 else ():
                 if hasattr(module, "fuse_wgrad_accumulation"):
                     module.fuse_wgrad_accumulation = True
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:

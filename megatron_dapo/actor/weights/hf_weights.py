@@ -3,7 +3,7 @@ budget. Gathered parameter by parameter, nowhere whole."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -49,9 +49,9 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     of_expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     with SafetensorsReader(folder) as reader, torch.no_grad():
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
-        for name, parameter in _named_parameters(chunks, hf):
-            shards = shards_of[name]
-            shards.load(parameter, reader.read, *(dense if shards.expert is None else of_expert))
+        for name, parameter in named_parameters(chunks, hf):
+            if shards := shards_of.get(name):
+                shards.load(parameter, reader.read, *(dense if shards.expert is None else of_expert))
 
 
 def hf_tensors(
@@ -60,6 +60,7 @@ def hf_tensors(
     *,
     dtype: torch.dtype,
     value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
+    shards: Mapping[str, Shards] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor on the CPU, a copy) of the whole model on global rank 0; nothing on the others.
 
@@ -67,10 +68,11 @@ def hf_tensors(
     tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. `value` gives
     what is gathered for a parameter, of its shape, in any type: its weight, or for example
     `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied weights the first stage's copy counts.
+    `shards`: what is gathered, by name; None: `model_shards`.
     """
-    for shards, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value):
+    for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value, shards=shards):
         if stacked is not None:
-            yield from shards.full(stacked).items()
+            yield from each.full(stacked).items()
         del stacked
 
 
@@ -80,6 +82,7 @@ def gathered_parameters(
     *,
     dtype: torch.dtype,
     value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
+    shards: Mapping[str, Shards] | None = None,
 ) -> Iterator[tuple[Shards, Tensor | None]]:
     """(how a parameter is split, all its shards [ranks, *shape]) in the order of `model_shards`; None elsewhere than on
     global rank 0, and nothing at all on ranks that hold only what others hold too.
@@ -91,18 +94,18 @@ def gathered_parameters(
     sends_experts = hf.experts is not None and parallel_state.get_expert_data_parallel_rank() == 0
     if not sends_dense and not sends_experts:
         return
-    own = dict(_named_parameters(chunks, hf))
-    stages = gather_objects({_place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
-    for name, shards in model_shards(hf).items():
-        stage = next(index for index, places in enumerate(stages) if _place_of(name) in places)
-        group, holders = _holders(hf, shards)
+    own = dict(named_parameters(chunks, hf))
+    stages = gather_objects({place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
+    for name, each in (shards or model_shards(hf)).items():
+        stage = next(index for index, places in enumerate(stages) if place_of(name) in places)
+        group, holders = _holders(hf, each)
         stacked = None
-        sends = sends_dense if shards.expert is None else sends_experts
+        sends = sends_dense if each.expert is None else sends_experts
         if sends and stage == parallel_state.get_pipeline_model_parallel_rank():
             shard = value(own[name]).to(dtype).contiguous() if name in own else None
-            stacked = _stack(shard, shards.local_shape(len(holders)), dtype, group, holders)
-        stacked = _to_rank_zero(stacked, stage, (len(holders), *shards.local_shape(len(holders))), dtype)
-        yield shards, stacked
+            stacked = _stack(shard, each.local_shape(len(holders)), dtype, group, holders)
+        stacked = _to_rank_zero(stacked, stage, (len(holders), *each.local_shape(len(holders))), dtype)
+        yield each, stacked
         del stacked
 
 
@@ -115,10 +118,12 @@ def export_hf(
     dtype: torch.dtype,
     max_file_bytes: int = EXPORT_FILE_BYTES,
     watch: Callable[[str, Tensor], None] | None = None,
+    besides: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the model to `folder` in Hugging Face format; every rank calls, rank 0 writes.
 
     `watch`, on rank 0, is handed each tensor before it is written: what it does with it needs no pass over the files.
+    `besides`, on rank 0: other files by path in the folder, with their content.
 
     `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer
     are those of `source_folder`. Written aside and renamed: whoever sees `folder` sees all of it.
@@ -131,6 +136,9 @@ def export_hf(
     if dist.get_rank() == 0:
         try:
             plan.create(partial)
+            for path, content in (besides or {}).items():
+                (partial / path).parent.mkdir(exist_ok=True)
+                (partial / path).write_bytes(content)
             for name, tensor in tensors:
                 if watch is not None:
                     watch(name, tensor)
@@ -285,7 +293,7 @@ def _gated_mlp(mlp: str, hidden: int, ffn: int, expert: int | None = None) -> di
     }
 
 
-def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name as in `model_shards`, parameter) of every parameter that this rank holds.
 
     Under tied weights the last pipeline stage holds a copy of the embedding as its head: it has the embedding's name.
@@ -307,7 +315,7 @@ def _named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> I
                 yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
 
 
-def _place_of(name: str) -> str:
+def place_of(name: str) -> str:
     """What a whole stage has or has not: the parameter, or the layer that it is in."""
     in_layer = LAYER_NAME.fullmatch(name)
     return "".join(in_layer.groups()[:2]) if in_layer else name
