@@ -107,7 +107,7 @@ def wanted_gradient(folder: Path, data: Columns, adapter: Path, scale: float) ->
     [
         ({}, LORA, {}),
         ({}, SOME, {"recompute": "full"}),
-        ({}, LORA, {"recompute": "selective", "fused_linear_log_prob": True, "optimizer": {"distributed": False}}),
+        ({}, LORA, {"recompute": ["core_attn"], "fused_linear_log_prob": True, "optimizer": {"distributed": False}}),
         ({"tensor": 2}, LORA, {}),
         ({"tensor": 2, "sequence_parallel": True}, SOME, {}),
         ({"tensor": 2, "sequence_parallel": True}, LORA, {"recompute": "full", "micro_batch_tokens": 1}),
