@@ -42,6 +42,7 @@ LAYOUTS = [
     pytest.param(TENSOR | {"data": 2, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.slow),
     pytest.param({"data": 4, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.slow),
     pytest.param(TENSOR | {"context": 2, "expert": 4}, marks=pytest.mark.slow),
+    pytest.param(TENSOR | {"context": 2, "expert_tensor": 2}, marks=pytest.mark.slow),
 ]
 
 
