@@ -115,12 +115,11 @@ class RolloutConfig:
     """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone."""
 
     sync_deadline_s: PositiveFloat = 300.0
-    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums. A late server
-    (over NCCL: its whole group) is restarted and reads from disk."""
+    """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
-    """A server sends a response in steps of this many tokens; at most so many are sampled again if it is lost. 0, and
-    with `deterministic`: the whole response is. Servers of `urls` stream only with
+    """A server sends a response in steps of this many tokens; at most so many are lost with it. 0, and with
+    `deterministic`: all at once. Servers of `urls` stream only with
     --incremental-streaming-output, in steps of their own --stream-interval."""
 
     request_deadline_s: PositiveFloat = 1800.0
