@@ -136,9 +136,8 @@ class Adapters:
             weight.register_post_accumulate_grad_hook(partial(self._take, shards, halves))
 
     @torch.no_grad()
-    def _take(self, shards: Shards, halves: Mapping[str, Halves], weight: Tensor) -> None:
+    def _take(self, shards: Shards, halves: Mapping[str, Halves], weight: Any) -> None:
         gradient, weight.grad = weight.grad, None
-        assert gradient is not None
         for part, (first, second) in self._parts(gradient, shards, halves):
             of_change = part.reshape(len(second), -1).float()
             first.main_grad.addmm_(second.T, of_change, alpha=self.config.scale)
@@ -177,7 +176,6 @@ class Adapters:
             "r": self.config.rank,
             "lora_alpha": self.config.alpha,
             "target_modules": list(self.config.modules),
-            "inference_mode": True,
         }
         return {
             "adapter/adapter_config.json": json.dumps(config, indent=2).encode(),
