@@ -234,33 +234,6 @@ def test_rows_for_blocks_of_tokens(layout):
         assert (packed.rows.tolist(), packed.targets.tolist()) == (plain.rows.tolist(), plain.targets.tolist())
 
 
-def test_rows_of_one_length_end_in_a_sequence_of_padding():
-    responses = responses_of(([5, 6], [7, 8, 2]), ([1], [1]), ([9], [2]))
-    packed = pack_micro_batch(responses, np.array([0, 2]), ONE_RANK, least=12)
-    assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 2, 0, 0, 0, 0, 0]
-    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]
-    assert packed.sequence_bounds.tolist() == [0, 5, 7, 12]
-    assert packed.rows.tolist() == [1, 2, 3, 5]
-    assert packed.continued.tolist() == [True] * 4 + [False, True, False] + [False] * 5
-    empty = pack_micro_batch(responses, np.zeros(0, np.int64), ONE_RANK, least=12)
-    assert empty.sequence_bounds.tolist() == [0, 1, 12]
-    assert empty.rows.size == empty.targets.size == 0
-
-
-@pytest.mark.parametrize(("data", "most"), [(1, 0.012), (4, 0.03)])
-def test_rows_of_one_length_cost_little_at_the_papers_lengths(data, most):
-    """Responses lognormal, mean 4700, cut at 20480; 512 of a mini-batch, rows of 22528 tokens, TP 8 PP 2."""
-    layout = LayoutConfig(tensor=8, pipeline=2, data=data, sequence_parallel=True)
-    shares = []
-    for seed in range(4):
-        random = np.random.default_rng(seed)
-        lengths = np.minimum(random.lognormal(np.log(4700) - 0.9**2 / 2, 0.9, 512), 20480).astype(int) + 200
-        plan = plan_for_actor(lengths, ActorConfig(layout=layout, micro_batch_tokens=22528), hidden_size=5120)
-        rows = [[row_length(lengths[each], layout, 1) for each in rank] for rank in plan.micro_batches]
-        shares.append(sum(len(rank) * max(rank) for rank in rows) / lengths.sum() - 1)
-    assert np.mean(shares) < most
-
-
 def test_zigzag_by_hand():
     assert zigzag_positions(np.array([8, 4]), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert zigzag_positions(np.array([8, 4]), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
