@@ -16,16 +16,8 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
-from megatron_dapo.cluster.trainer_rank import (
-    LOOK_DEADLINE_S,
-    WAITS,
-    GpuMemory,
-    TrainerRank,
-    read_count,
-    state_of,
-    write_count,
-)
-from megatron_dapo.cluster.waits import Stalled, Waits
+from megatron_dapo.cluster.trainer_rank import WAITS, GpuMemory, TrainerRank, read_count, state_of, write_count
+from megatron_dapo.cluster.waits import LOOK_DEADLINE_S, Stalled, Waits
 from megatron_dapo.config.root import Config
 from megatron_dapo.monitor.console import Count
 from rollout.weights.checksums import Checksums

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import psutil
 import ray
 
+from megatron_dapo.cluster.waits import LOOK_DEADLINE_S
 from megatron_dapo.config.root import Config
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.monitor.timeline import SpanFile
@@ -51,8 +52,6 @@ class GpuMemory:
 
 WAITS = "waits for other ranks"
 WRITING_S = 1.0
-LOOK_DEADLINE_S = 30.0
-"""For each node to say what its ranks do, once they have given no answer."""
 
 
 def collective_timeout_s(run: RunConfig) -> float:

@@ -23,6 +23,8 @@ T = TypeVar("T")
 HowFar = Callable[[], Count] | None
 """Says how far an answer is, if that is known. Called now and then; it must not block."""
 
+LOOK_DEADLINE_S = 30.0
+"""For each node to say what its trainer ranks do, once they have given no answer."""
 LAST_WORD_S = 30.0
 """Seconds past the deadline of a blocking call after which the process is ended: such a call handles no signal."""
 

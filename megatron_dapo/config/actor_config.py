@@ -2,15 +2,7 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    WrapValidator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass
 
 from megatron_dapo.config.base import STRICT, DecayRates
@@ -104,7 +96,7 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoraConfig:
-    rank: NonNegativeInt = 0
+    rank: Annotated[int, Field(ge=0)] = 0
     """Train LoRA adapters of this rank (arXiv 2106.09685) and nothing else; 0: every weight."""
 
     alpha: PositiveFloat = 32.0

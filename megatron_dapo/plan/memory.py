@@ -31,14 +31,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, Recompute
-from megatron_dapo.plan.rank_state import (
-    GRADIENT_BYTES,
-    MOMENT_BYTES,
-    StateBytes,
-    adapted_weights,
-    base_bytes,
-    rank_state,
-)
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, MOMENT_BYTES, StateBytes, adapted, base_bytes, rank_state
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
@@ -180,7 +173,7 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     layer = tokens * size * (whole + inside / layout.tensor)
     layer += repeated if whole_again else repeated - tokens * size * kept_of(actor.recompute)
     # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
-    layer += max(adapted_weights(hf, actor), default=0) * (size + 4)
+    layer += max(adapted(hf, actor), default=0) * (size + 4)
     forward, update = {}, {}
     if stage == layout.pipeline - 1:
         if layout.sequence_parallel:

@@ -91,16 +91,16 @@ def adapter_parameters(hf: HFModelConfig, lora: LoraConfig, tensor: int = 1) -> 
     return sum(lora.rank * (hf.hidden_size + sizes[name]) for name in lora.modules)
 
 
-def adapted_weights(hf: HFModelConfig, actor: ActorConfig) -> list[int]:
+def adapted(hf: HFModelConfig, actor: ActorConfig) -> list[int]:
     """Elements on a tensor-parallel rank of each of a layer's weights with an adapter, as Megatron joins them."""
     sizes = projections(hf, actor.layout.tensor)
-    adapted = [names for names in JOINED if not names.isdisjoint(actor.lora.modules)] if actor.lora.rank else []
-    return [hf.hidden_size * sum(sizes[name] for name in names) for names in adapted]
+    joined = [names for names in JOINED if not names.isdisjoint(actor.lora.modules)] if actor.lora.rank else []
+    return [hf.hidden_size * sum(sizes[name] for name in names) for names in joined]
 
 
 def base_bytes(hf: HFModelConfig, actor: ActorConfig, dtype: str) -> int:
     """Host memory of a rank for its weights without their adapters; it is read once in an optimizer step."""
-    return hf.num_layers // actor.layout.pipeline * sum(adapted_weights(hf, actor)) * DTYPE_BYTES[dtype]
+    return hf.num_layers // actor.layout.pipeline * sum(adapted(hf, actor)) * DTYPE_BYTES[dtype]
 
 
 def projections(hf: HFModelConfig, tensor: int) -> dict[str, int]:

@@ -21,15 +21,9 @@ import numpy as np
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.plan import rank_state
 from megatron_dapo.plan.memory import repeated_layers
-from megatron_dapo.plan.rank_state import (
-    GRADIENT_BYTES,
-    StateBytes,
-    active_parameters,
-    apart_parameters,
-    base_bytes,
-    stage_experts,
-)
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 _BYTES = 2
@@ -65,7 +59,7 @@ class PassTime:
 def matrix_parameters(hf: HFModelConfig) -> int:
     """Parameters that multiply a token: all active ones but the embedding, whose rows are looked up; a tied one
     multiplies."""
-    return active_parameters(hf) - (0 if hf.tied else hf.vocab_size * hf.hidden_size)
+    return rank_state.active_parameters(hf) - (0 if hf.tied else hf.vocab_size * hf.hidden_size)
 
 
 def forward_flops(hf: HFModelConfig, lengths: np.ndarray) -> np.ndarray:
@@ -134,7 +128,7 @@ def _pass(
     work += tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
     compute = work / (split * case.constants.peak_flops * efficiency)
     touched = case.dtype_bytes * exchanges + (2 * GRADIENT_BYTES if times > 1 else 0)
-    compute += stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
+    compute += rank_state.stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
     compute += tokens * head / (case.constants.float32_flops * efficiency)
     ring = 2 * (layout.tensor - 1) / layout.tensor * hf.hidden_size * _BYTES
@@ -184,7 +178,7 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks, of experts over those
     that hold the same."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
-    experts = apart_parameters(case.hf, layout) * GRADIENT_BYTES / max(1, state.gradients)
+    experts = rank_state.apart_parameters(case.hf, layout) * GRADIENT_BYTES / max(1, state.gradients)
     moved_s, gathered = 0.0, state.gradients if actor.lora.rank else state.parameters
     for part, ranks, each in (
         (1 - experts, layout.data * layout.context, layout.tensor),
@@ -198,5 +192,5 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
-    carried += base_bytes(case.hf, actor, case.config.model.dtype)
+    carried += rank_state.base_bytes(case.hf, actor, case.config.model.dtype)
     return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth
