@@ -10,7 +10,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.planner import Plan, make_plan, other_splits, remedies
+from megatron_dapo.plan.planner import Plan, make_plan, remedies
 from megatron_dapo.plan.rank_state import active_parameters, model_parameters
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
 
@@ -30,12 +30,12 @@ def plan_command(
     hf, source = model_dimensions(config.model.path)
     constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
     plan = make_plan(Scenario(config, hf, constants))
-    splits, ways = (other_splits(plan), []) if plan.fits else ([], remedies(plan.case))
-    print(json.dumps(_tree(source, plan, splits, ways), indent=2) if as_json else _page(source, plan, splits, ways))
+    ways = [] if plan.fits else remedies(plan.case)
+    print(json.dumps(_tree(source, plan, ways), indent=2) if as_json else _page(source, plan, ways))
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
-def _tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> dict[str, Any]:
+def _tree(source: str, plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
     return {
@@ -53,22 +53,12 @@ def _tree(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Change
         "remedies": [dict(way) for way in ways],
         "workload": asdict(plan.case.workload),
         "step": plan.step and asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours},
-        "splits": [
-            {
-                "layout": asdict(split.case.config.actor.layout),
-                "servers": split.case.config.rollout.servers,
-                "chosen": split is plan,
-                "fits": split.fits,
-                "seconds": split.step and split.step.seconds,
-            }
-            for split in splits
-        ],
     }
 
 
-def _page(source: str, plan: Plan, splits: Sequence[Plan], ways: Sequence[Changes]) -> str:
+def _page(source: str, plan: Plan, ways: Sequence[Changes]) -> str:
     """templates/plan.txt.j2 of it."""
-    named = {"source": source, "plan": plan, "splits": splits, "ways": ways, "case": plan.case, "step": plan.step}
+    named = {"source": source, "plan": plan, "ways": ways, "case": plan.case, "step": plan.step}
     named |= {"parameters": model_parameters(plan.case.hf), "shared": share_gpus(plan.case.config)}
     named |= {"active": active_parameters(plan.case.hf)}
     return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named)

@@ -1,9 +1,6 @@
-"""The whole plan of a config: does it fit, how long does it take, what to change where it does not fit, and how other
-splits between trainer and servers would do."""
+"""The whole plan of a config: does it fit, how long does it take, and what to change where it does not fit."""
 
-import dataclasses
 import itertools
-import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,19 +8,16 @@ from typing import Any, Literal
 
 from megatron_dapo.actor.model.hf_config import check_actor
 from megatron_dapo.config import ConfigError
-from megatron_dapo.config.actor_config import LayoutConfig, Recompute
+from megatron_dapo.config.actor_config import Recompute
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
 from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan, plan_step
 from megatron_dapo.plan.sync import server_bytes
 
-_LARGEST_TENSOR = 8
 _LARGEST_PIPELINE = 16
 _SPARE = 0.05
 """Of a GPU: more than the figures here are off by (docs/measurements/symbolic.md)."""
-_SPLITS = 12
-_SPLITS_OF_A_SIZE = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +184,7 @@ def _more_experts_apart(case: Scenario) -> Iterator[dict[str, Any]]:
     if case.hf.experts is not None:
         for size in (2, 4, 8, 16, 32, 64):
             change = {"actor.layout.expert": size}
-            if size > case.config.actor.layout.expert and _possible(case.changed(change)):
+            if size > case.config.actor.layout.expert and possible(case.changed(change)):
                 yield change
 
 
@@ -202,7 +196,7 @@ def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:
     for tensor, pipeline in sorted(itertools.product(tensors, pipelines), key=lambda one: (one[0] * one[1], -one[0])):
         sizes = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1}
         changes = {f"actor.layout.{name}": size for name, size in sizes.items() if size != getattr(now, name)}
-        if (tensor, pipeline) != (now.tensor, now.pipeline) and _possible(case.changed(changes)):
+        if (tensor, pipeline) != (now.tensor, now.pipeline) and possible(case.changed(changes)):
             yield changes
 
 
@@ -217,62 +211,8 @@ def _server_ways(case: Scenario) -> list[Changes]:
     return ways
 
 
-def other_splits(plan: Plan) -> list[Plan]:
-    """The same GPUs with another data-parallel size of the trainer, the rest to servers of the same size; `plan` itself
-    among them.
-
-    Tried are half and twice the tensor- and pipeline-parallel sizes and data-parallel sizes that are powers of two;
-    shown, at most `_SPLITS_OF_A_SIZE` of each number of trainer GPUs, those most like the config's own first. Empty
-    where nothing can be divided: one GPU, or servers that someone else runs.
-    """
-    case = plan.case
-    if share_gpus(case.config) or case.config.rollout.urls:
-        return []
-    own = case.config.actor.layout
-    found: dict[LayoutConfig, Plan] = {}
-    for layout in _layouts_like(own):
-        rows = sum(other.world_size == layout.world_size for other in found)
-        servers = (case.gpus - layout.world_size) // case.config.rollout.tensor_parallel
-        if servers < 1 or rows == _SPLITS_OF_A_SIZE or len(found) == _SPLITS:
-            continue
-        actor = dataclasses.replace(case.config.actor, layout=layout)
-        other = case.changed({"actor": actor, "rollout.servers": servers})
-        if layout == own:
-            found[layout] = plan
-        elif _possible(other.changed({"actor.recompute": "none"})):
-            if isinstance(actor.recompute, int):
-                other = other.changed({"actor.recompute": least_recompute(other)})
-            found[layout] = make_plan(other)
-    return [found[one] for one in sorted(found, key=lambda one: (one.world_size, one.tensor, one.pipeline, one.expert))]
-
-
-def _layouts_like(own: LayoutConfig) -> list[LayoutConfig]:
-    """Candidates, the config's own first, then by likeness."""
-    tensors = [size for size in {own.tensor, own.tensor // 2, own.tensor * 2} if 1 <= size <= _LARGEST_TENSOR]
-    pipelines = {own.pipeline, max(1, own.pipeline // 2), own.pipeline * 2}
-    found = [
-        dataclasses.replace(
-            own,
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            expert=expert,
-            sequence_parallel=tensor > 1 and (own.sequence_parallel or own.tensor == 1),
-        )
-        for tensor, pipeline, data, expert in itertools.product(
-            tensors, pipelines, {1, 2, 4, 8, 16, 32, own.data}, {own.expert, max(1, own.expert // 2), own.expert * 2}
-        )
-    ]
-
-    def unlikeness(one: LayoutConfig) -> tuple[object, ...]:
-        distance = abs(math.log2(one.world_size / own.world_size))
-        others = (one.expert != own.expert, one.tensor != own.tensor, one.pipeline != own.pipeline)
-        return (one != own, distance, *others, one.tensor, one.pipeline, one.expert)
-
-    return sorted(found, key=unlikeness)
-
-
-def _possible(case: Scenario) -> bool:
+def possible(case: Scenario) -> bool:
+    """Whether the model can be cut so, and no keys contradict each other."""
     try:
         check_actor(case.hf, case.config.actor)
     except ConfigError:

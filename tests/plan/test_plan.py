@@ -1,4 +1,4 @@
-"""Whole plans: every recipe, what does not fit and what is said then, other splits."""
+"""Whole plans: every recipe, what does not fit and what is said then."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.memory import trainer_memory
-from megatron_dapo.plan.planner import find_misfits, least_recompute, make_plan, other_splits, remedies
+from megatron_dapo.plan.planner import find_misfits, least_recompute, make_plan, remedies
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, model_dimensions
 from tests.plan.conftest import RECIPES
 
@@ -122,18 +122,6 @@ def test_without_dynamic_sampling_nothing_is_generated_in_vain(constants):
     assert step.generated_tokens == step.trained_tokens
 
 
-def test_other_splits_use_the_same_gpus(constants):
-    config = load_config(RECIPES / "h100_128.yaml")
-    hf = BUILT_IN["Qwen2.5-32B"]
-    plan = make_plan(Scenario(config, hf, constants))
-    splits = [(split, split.case.config) for split in other_splits(plan)]
-    assert [split is plan for split, _ in splits].count(True) == 1
-    assert all(124 < one.actor.layout.world_size + 4 * one.rollout.servers <= 128 for _, one in splits)
-    steps = [(split.step.rollout_s, one.rollout.servers) for split, one in splits if split.fits]
-    assert len(steps) >= 4
-    assert sorted(steps, key=lambda one: one[0]) == sorted(steps, key=lambda one: -one[1]), "more servers, less rollout"
-
-
 def test_a_layout_that_does_not_divide_the_model_is_refused(constants):
     with pytest.raises(ConfigError, match=r"actor.layout.pipeline"):
         planned(constants, "h100_32", {"actor.layout.pipeline": 3})
@@ -148,7 +136,7 @@ def test_the_command_prints_tables_or_json():
     recipe = str(RECIPES / "qwen2.5_7b_8gpu.yaml")
     text = CliRunner().invoke(app, ["plan", recipe])
     assert text.exit_code == 0
-    for word in ("master weights", "KV cache", "gradients and Adam", "GPU-hours", "split otherwise", "Assumed"):
+    for word in ("master weights", "KV cache", "gradients and Adam", "GPU-hours", "Assumed"):
         assert word in text.stdout
     tree = json.loads(CliRunner().invoke(app, ["plan", recipe, "--json", "actor.recompute=full"]).stdout)
     assert tree["fits"]
