@@ -38,12 +38,9 @@ def plan_command(
 def _tree(source: str, plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
+    model = {"parameters": model_parameters(plan.case.hf), "active": active_parameters(plan.case.hf)}
     return {
-        "model": {
-            "source": source,
-            "parameters": model_parameters(plan.case.hf),
-            "active": active_parameters(plan.case.hf),
-        },
+        "model": {"source": source} | model,
         "fits": plan.fits,
         "gpu_memory": plan.case.constants.gpu_memory,
         "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],

@@ -80,15 +80,8 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
         step = plan_step(case, server, state, steps=steps)
     mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
-    return Plan(
-        case=case,
-        ranks=ranks,
-        server=own_server,
-        misfits=misfits,
-        step=step,
-        host=host,
-        recompute=least_recompute(case),
-    )
+    least = least_recompute(case)
+    return Plan(case=case, ranks=ranks, server=own_server, misfits=misfits, step=step, host=host, recompute=least)
 
 
 def find_misfits(case: Scenario) -> list[Misfit]:

@@ -108,7 +108,6 @@ def _pass(
     lengths: np.ndarray,
     flops: np.ndarray,
     efficiency: float,
-    *,
     times: float,
     exchanges: float,
     heads: int,
@@ -168,9 +167,8 @@ def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibra
         return 0.0
     inside = min(1.0, constants.gpus_per_node / (layout.expert * layout.expert_tensor))
     near = inside - 1 / layout.expert + layout.expert_tensor - 1
-    seconds = near / constants.link(1) + (1 - inside) / (
-        constants.network_bandwidth * constants.communication_efficiency
-    )
+    network = constants.network_bandwidth * constants.communication_efficiency
+    seconds = near / constants.link(1) + (1 - inside) / network
     return 2 * experts.top_k * constants.imbalance(layout) / layout.tensor * hf.hidden_size * _BYTES * seconds
 
 
