@@ -103,11 +103,6 @@ def kl_scale(
     """
     own: Aggregation = "sequence_mean" if aggregation == "response_mean" else "sequence_sum_constant"
     of_kl = token_weights(
-        response_lengths,
-        torch.zeros_like(response_lengths),
-        own,
-        mask=mask,
-        constant_length=1,
-        dtype=torch.float64,
+        response_lengths, torch.zeros_like(response_lengths), own, mask=mask, constant_length=1, dtype=torch.float64
     )
     return torch.where(weights != 0, of_kl / weights.double(), 0.0).to(weights.dtype)

@@ -17,10 +17,7 @@ from megatron_dapo.data.hub import begins
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _NAMED = ".jsonl, .json, .csv or .parquet"
-REMEDIES = {
-    ".csv": "save it as UTF-8 CSV with commas",
-    ".json": "write an array of objects, or one object a line",
-}
+REMEDIES = {".csv": "save it as UTF-8 CSV with commas", ".json": "write an array of objects, or one object a line"}
 
 
 class DataError(ValueError):

@@ -118,10 +118,7 @@ class Responder:
         """
         requests = [
             VerificationRequest(
-                response=self._text(play.done),
-                ground_truth=prompt.answer,
-                prompt=prompt.text,
-                verifier=prompt.verifier,
+                response=self._text(play.done), ground_truth=prompt.answer, prompt=prompt.text, verifier=prompt.verifier
             )
             for play in plays
         ]

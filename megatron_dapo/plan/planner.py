@@ -110,13 +110,10 @@ def find_misfits(case: Scenario) -> list[Misfit]:
 
 def _trainer_room(case: Scenario) -> dict[str, float]:
     """Bytes that a trainer rank may have, by phase."""
-    config, gpu_memory = case.config, case.constants.gpu_memory
-    room = dict.fromkeys(PHASES, gpu_memory)
-    if share_gpus(config):  # beside the server
-        room = dict.fromkeys(PHASES, gpu_memory * (1 - config.rollout.memory_fraction))
-    if config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
-        framework = case.constants.framework_memory
-        room = dict.fromkeys(PHASES, gpu_memory - framework) | {"rollout": room["rollout"]}
+    gpu, beside_server = case.constants.gpu_memory, 1 - case.config.rollout.memory_fraction
+    room = dict.fromkeys(PHASES, gpu * (beside_server if share_gpus(case.config) else 1))
+    if case.config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
+        room = dict.fromkeys(PHASES, gpu - case.constants.framework_memory) | {"rollout": room["rollout"]}
     return room
 
 
@@ -167,18 +164,10 @@ def _trainer_ways(case: Scenario) -> Iterator[Changes]:
     if not actor.offload.optimizer_state:
         recomputes.append(recomputes[-1] | {"actor.offload.optimizer_state": True})
     fused = [{}] if actor.fused_linear_log_prob else [{}, {"actor.fused_linear_log_prob": True}]
-    layouts = [{}, *_more_experts_apart(case), *_larger_layouts(case)]
-    for parts in itertools.product(layouts, budgets, recomputes, fused):
+    sizes = (2**power for power in range(1, 7) if 2**power > actor.layout.expert)
+    more = [way for size in sizes if possible(case.changed(way := {"actor.layout.expert": size}))]  # on the same GPUs
+    for parts in itertools.product([{}, *more, *_larger_layouts(case)], budgets, recomputes, fused):
         yield {key: value for part in parts for key, value in part.items()}
-
-
-def _more_experts_apart(case: Scenario) -> Iterator[dict[str, Any]]:
-    """Larger expert-parallel sizes on the same GPUs."""
-    if case.hf.experts is not None:
-        for size in (2, 4, 8, 16, 32, 64):
-            change = {"actor.layout.expert": size}
-            if size > case.config.actor.layout.expert and possible(case.changed(change)):
-                yield change
 
 
 def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:

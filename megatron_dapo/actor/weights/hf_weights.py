@@ -191,12 +191,7 @@ def plan_buckets(shards: Iterable[Shards], dtype: torch.dtype, max_bytes: int) -
 
 
 def stream_weights(
-    chunks: Sequence[torch.nn.Module],
-    hf: HFModelConfig,
-    *,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    sink: Any,
+    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, bucket_bytes: int, sink: Any
 ) -> None:
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.

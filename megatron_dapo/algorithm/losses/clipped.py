@@ -18,12 +18,7 @@ from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss, clip_stat
 
 
 def clipped_surrogate(
-    ratio: Float[Tensor, " N"],
-    advantages: Float[Tensor, " N"],
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
+    ratio: Float[Tensor, " N"], advantages: Float[Tensor, " N"], *, low: float, high: float, dual: float | None = None
 ) -> Float[Tensor, " N"]:
     """The negated summand of eq. 8 at each ratio.
 
