@@ -93,7 +93,7 @@ def test_groups_that_the_ranks_do_not_share_are_not_compared() -> None:
 
 def test_waits_in_the_loop_are_accepted_only_where_a_reason_is_known() -> None:
     loop = "forward_backward_pipelining_without_interleaving"
-    known = "megatron/core/pipeline_parallel/p2p_communication.py:267 _communicate_shapes"
+    known = "megatron/core/pipeline_parallel/p2p_communication.py:419 _communicate"
     waits = [
         Wait("a copy to the host", known, loop, 6),
         Wait("a number read from the device", "megatron_dapo/actor/step.py:9 _loss", loop, 2),

@@ -143,7 +143,9 @@ def megatron_logits(
     device = prepare("cpu")
     process_groups.initialise(layout, **asdict(place), device=device, timeout_s=DEADLINE_S, seed=0)
     cut = layout.tensor if layout.sequence_parallel else 1  # into equal parts
-    padded = [sequence + [0] * (-len(sequence) % cut) for sequence in sequences]
+    longest = max(map(len, sequences)) if layout.pipeline > 1 else 0  # a stage receives rows of one length
+    padded = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
+    padded = [row + [0] * (-len(row) % cut) for row in padded]
     [chunk] = build_model(HFModelConfig.load(folder), ActorConfig(layout=layout), "float32", device)
     load_model(chunk, checkpoint)
     _round(chunk, dtype)
