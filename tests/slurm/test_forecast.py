@@ -39,7 +39,7 @@ def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
             "h100_32",
             ["run.checkpoint_every=10", "run.checkpoint_minutes=0"],
             "run.checkpoint_every = 10, run.checkpoint_minutes = 0: by the plan a lost job costs up to 18.4 hours; "
-            "with run.checkpoint_minutes=60 up to 1.9",
+            "with run.checkpoint_minutes=60 up to 1.8",
         ),
         ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=0"], "a lost job costs up to 1106.3"),
         ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=240"], "a lost job costs up to 3.7 hours"),

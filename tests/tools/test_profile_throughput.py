@@ -186,7 +186,7 @@ def test_the_page_stacks_the_phases_and_leaves_them_out_of_its_table(tmp_path):
     assert main([str(write_run(tmp_path / "one")), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out.html").read_text()
     assert "one, 100 s a step" in text
-    assert re.search(r'class="dot c3"></i>update <b>40 s, 40.0%</b>', text)
+    assert re.search(r'class="dot c4"></i>update <b>40 s, 40.0%</b>', text)
     assert "update, share of the step" not in text
     assert "Where the update goes" not in text, "this run has no timeline"
 
