@@ -70,10 +70,8 @@ def main() -> int:
         return _complain(f"{error.filename or arguments.file}: {error.strerror or error}", EXIT_USAGE)
     except PoolError as error:
         return _complain(str(error), EXIT_NO_VERDICTS)
-    except ValidationError as error:
-        return _complain(_in_words(error), EXIT_USAGE)
     except ValueError as error:  # an unknown verifier, an output that is the input
-        return _complain(str(error), EXIT_USAGE)
+        return _complain(_in_words(error) if isinstance(error, ValidationError) else str(error), EXIT_USAGE)
 
 
 def _in_words(error: ValidationError) -> str:

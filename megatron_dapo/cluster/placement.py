@@ -48,9 +48,7 @@ class Placement:
 
     def at(self, bundle: int) -> dict[str, Any]:
         """Ray's options for an actor in a bundle."""
-        return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
-        }
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle)}
 
     def stands(self, bundle: int) -> bool:
         """Whether a living node has the bundle. That of a lost node gets another node as soon as one has room."""

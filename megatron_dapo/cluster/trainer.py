@@ -82,6 +82,9 @@ class Trainer:
             TrainerError: a rank failed to build; `TrainerLost`: its process ended meanwhile.
         """
         deadline = self._config.run.start_deadline_s
+        # Past every deadline for the ranks and the look at them: one that has left its collective waits for nobody any
+        # more. Twice the look, as the coordinator's clock begins later.
+        timeout_s = max(deadline, self._config.run.step_deadline_s) + 2 * LOOK_DEADLINE_S
         remote = ray.remote(TrainerRank)
         self._ranks = [
             remote.options(num_cpus=1, num_gpus=int(self.on_gpu), max_restarts=0, **placement.at(bundle)).remote(
@@ -95,7 +98,7 @@ class Trainer:
         self._ranks, self.gpus = [self._ranks[at] for at in order], tuple(places[at][1] for at in order)
         self._homes = [(placement.at(placement.trainer[at]), places[at][3]) for at in order]
         rendezvous = places[order[0]][2]
-        built = [rank.build.remote(self._config, at, rendezvous) for at, rank in enumerate(self._ranks)]
+        built = [rank.build.remote(self._config, at, rendezvous, timeout_s) for at, rank in enumerate(self._ranks)]
         described, *_ = await self._all_of("build", deadline, built)
         self._watch = asyncio.create_task(self._until_lost())
         return described

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import psutil
 import ray
 
-from megatron_dapo.cluster.waits import LOOK_DEADLINE_S
 from megatron_dapo.config.root import Config
-from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.monitor.timeline import SpanFile
 from rollout.server.engine import free_port, group_environment
 
@@ -52,12 +50,6 @@ class GpuMemory:
 
 WAITS = "waits for other ranks"
 WRITING_S = 1.0
-
-
-def collective_timeout_s(run: RunConfig) -> float:
-    """Of the ranks' process groups: past every deadline of the coordinator for them and its look at them, as a rank
-    that has left its collective waits for nobody any more. Twice the look, as the coordinator's clock begins later."""
-    return max(run.start_deadline_s, run.step_deadline_s) + 2 * LOOK_DEADLINE_S
 
 
 def state_of(run_dir: Path, rank: int, pid: int) -> str:
@@ -108,8 +100,11 @@ class TrainerRank:
         free, total = torch.cuda.mem_get_info()
         return GpuMemory(rank=self._rank, free=free, total=total, reserved=torch.cuda.memory_reserved())
 
-    def build(self, config: Config, rank: int, rendezvous: str) -> dict[str, Any]:
-        """Join the other ranks as number `rank` and load the model. Returns MegatronActor.describe()."""
+    def build(self, config: Config, rank: int, rendezvous: str, timeout_s: float) -> dict[str, Any]:
+        """Join the other ranks as number `rank` and load the model. Returns MegatronActor.describe().
+
+        `timeout_s`: of the ranks' process groups.
+        """
         self._rank = rank
         self._log_to_file()
         if group := group_environment(config.rollout):  # before NCCL is used, where nobody has set it
@@ -127,7 +122,7 @@ class TrainerRank:
             rendezvous=rendezvous,
             steps_per_rollout=config.algorithm.mini_batches_per_step,
             seed=config.run.seed,
-            timeout_s=collective_timeout_s(config.run),
+            timeout_s=timeout_s,
             keep_reference=config.algorithm.kl.coefficient > 0,
         )
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares

@@ -84,12 +84,10 @@ def _of_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.mini_batch_responses = {responses}: must be a multiple of algorithm.group_size = {group}"
     if responses > (responses_of_step := algorithm.prompts_per_step * group):
         yield f"algorithm.mini_batch_responses = {responses}: a rollout step has only {responses_of_step}; lower it"
-    clip = algorithm.clip
+    clip, overlong = algorithm.clip, algorithm.overlong
     if clip.dual is not None and clip.dual <= 1 + clip.high:
         yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
-    overlong = algorithm.overlong
-    shortest = rollout.shortest_limit
-    if overlong.shape != "none" and overlong.buffer >= shortest:
+    if overlong.shape != "none" and overlong.buffer >= (shortest := rollout.shortest_limit):
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
     entry = LOSSES.get(algorithm.policy_loss)
     if entry is not None:
@@ -117,12 +115,11 @@ def _of_algorithm(config: Config) -> Iterator[str]:
     control, start = algorithm.entropy_control, algorithm.entropy_coefficient
     if control.target is not None and start > control.maximum:
         yield f"algorithm.entropy_coefficient = {start:g}: above entropy_control.maximum = {control.maximum:g}"
-    sampling = algorithm.dynamic_sampling
+    sampling, importance = algorithm.dynamic_sampling, algorithm.importance
     if sampling.retire_for is not None and sampling.retire_at is None:
         yield f"algorithm.dynamic_sampling.retire_for = {sampling.retire_for}: no prompt is retired; set retire_at too"
     if len({pool.at_least for pool in sampling.pools}) < len(sampling.pools):
         yield "algorithm.dynamic_sampling.pools: two begin at the same at_least; join them"
-    importance = algorithm.importance
     if importance.mode == "masked" and importance.lower >= importance.upper:
         yield f"algorithm.importance.lower = {importance.lower:g}: must be below upper = {importance.upper:g}"
 

@@ -35,6 +35,7 @@ from megatron_dapo.experience.groups import Admission, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
 from reward.registry import load_named
+from rollout.fleet.member import end_all
 
 if TYPE_CHECKING:  # who only packs a batch needs no Ray
     from megatron_dapo.cluster.trainer import Trainer
@@ -174,6 +175,7 @@ def mini_batches(
     members = order[:, None] * group_size + np.arange(group_size)
     corrections = None if correction is None else correction.weights.numpy()
     entry, kl = LOSSES.get(algorithm.policy_loss), algorithm.kl
+    engine = arrays.rollout_log_probs if entry is None or entry.needs_rollout_log_probs else None
 
     def mini_batch(chosen: np.ndarray) -> MiniBatch:
         responses, tokens = arrays.responses.select(chosen), arrays.responses.response_token_indices(chosen)
@@ -202,9 +204,7 @@ def mini_batches(
             old_log_probs=old.log_probs[tokens],
             reference_log_probs=None if reference is None else reference.log_probs[tokens],
             correction=None if corrections is None else corrections[tokens],
-            rollout_log_probs=arrays.rollout_log_probs[tokens]
-            if entry is None or entry.needs_rollout_log_probs
-            else None,
+            rollout_log_probs=None if engine is None else engine[tokens],
             kl_scale=scale,
             plan=plan,
         )
@@ -230,9 +230,7 @@ class LogProbStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for chunk in self._chunks:
-            chunk.cancel()
-        await asyncio.gather(*self._chunks, return_exceptions=True)
+        await end_all(self._chunks)
 
     def add(self, group: ScoredGroup) -> None:
         """The next kept group."""
@@ -288,6 +286,15 @@ class FilledBatch:
     arrays: StepArrays
     old: LogProbs
     gap: Gap
+
+
+def filled_batch(
+    admission: Admission, old: LogProbs, config: Config, weight_version: int, console: Console
+) -> FilledBatch:
+    """`old`: of the kept groups, in order; `weight_version`: the trainer's. Raises as `check_mismatch`."""
+    arrays = step_arrays(admission.kept, config)
+    gap = check_mismatch(old, arrays, weight_version, config.monitor, console)
+    return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
 
 
 def check_mismatch(

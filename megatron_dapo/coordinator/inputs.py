@@ -78,8 +78,7 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
     prompts = read_prompts(training, data, choice, text.tokenizer, vocab_size=text.vocab_size)
     heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
-    if unread := choice.unread_sources():
-        raise ConfigError(unread)
+    choice.check_sources()
     places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
     places |= {file.verifier: f"{file.setting}.verifier" for file in training if file.verifier is not None}
     places |= {config.reward.verifier: "reward.verifier"}

@@ -8,14 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron_dapo.cluster.waits import StopRequested
-from megatron_dapo.coordinator.batch import (
-    FilledBatch,
-    LogProbStream,
-    check_mismatch,
-    entropy_weight,
-    step_arrays,
-    update_actor,
-)
+from megatron_dapo.coordinator.batch import FilledBatch, LogProbStream, entropy_weight, filled_batch, update_actor
 from megatron_dapo.coordinator.checkpoints import Progress, reset_reference
 from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
@@ -62,9 +55,7 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
             old = await stream.finish()
     if admission.limit_reached:
         context.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
-    arrays = step_arrays(admission.kept, config)
-    gap = check_mismatch(old, arrays, progress.weight_version, config.monitor, context.console)
-    return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
+    return filled_batch(admission, old, config, progress.weight_version, context.console)
 
 
 async def learn(

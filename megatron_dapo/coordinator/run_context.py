@@ -12,15 +12,7 @@ import torch
 from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
 from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
-from megatron_dapo.cluster.engines import (
-    KEY_FILE,
-    api_key,
-    gpus_for_servers,
-    own_engines,
-    placed_engines,
-    servers_ready,
-    visible_gpus,
-)
+from megatron_dapo.cluster import engines
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
@@ -183,22 +175,22 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
     timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
     run.stack.callback(timeline.close)
     if placement is not None and placement.servers:
-        engines, shared_gpu = placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu), False
+        ours, shared_gpu = engines.placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu), False
     else:
-        gpus = visible_gpus(torch.cuda.device_count()) if use_gpu else ()
-        theirs = gpus_for_servers(config, gpus)
-        engines, shared_gpu = own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and theirs == gpus
+        gpus = engines.visible_gpus(torch.cuda.device_count()) if use_gpu else ()
+        theirs = engines.gpus_for_servers(config, gpus)
+        ours, shared_gpu = engines.own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and theirs == gpus
     fleet = RolloutFleet(
         config.rollout,
-        engines,
+        ours,
         vocab_size=run.inputs.text.vocab_size,
         report=note,
         fp32_head=config.model.upcasts_head,
         routed_experts=config.actor.routing_replay,
-        api_key=api_key(config, run_dir.path),
+        api_key=engines.api_key(config, run_dir.path),
         observe=timeline.served,
     )
-    run.stack.callback((run_dir.path / KEY_FILE).unlink, missing_ok=True)
+    run.stack.callback((run_dir.path / engines.KEY_FILE).unlink, missing_ok=True)
     run.stack.push_async_callback(fleet.close)
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
     run_dir.write_text("config.yaml", dump_config(config))
@@ -274,7 +266,7 @@ async def _start_both(run: RunBase, trainer: Awaitable[dict[str, Any]], fleet: R
         # First, and out of the memory again: a server takes its share of what is free when it starts.
         await building
     # The fleet has the same deadline and the better explanation: it gets the first word.
-    count, wanted = partial(servers_ready, fleet), fleet.start(deadline)
+    count, wanted = partial(engines.servers_ready, fleet), fleet.start(deadline)
     starting = run.waits.wait_for("server start", "SGLang servers", deadline + 30, wanted, count=count)
     await gather_or_cancel([building, ready_after(note, "servers", starting)])
     return building.result()
@@ -287,9 +279,8 @@ async def first_progress(config: Config, run_dir: RunDir) -> Progress:
     progress = await load_counters(run_dir, chosen[0]) if chosen else None
     if chosen:
         try:
-            read_state(
-                chosen[0].folder / "actor", distributed=config.actor.optimizer.distributed, lora=config.actor.lora
-            )
+            actor = config.actor
+            read_state(chosen[0].folder / "actor", distributed=actor.optimizer.distributed, lora=actor.lora)
         except CheckpointDamagedError as error:
             raise await damaged_checkpoint(run_dir, chosen[0], str(error)) from None
     if step is not None:

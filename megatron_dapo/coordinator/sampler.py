@@ -25,7 +25,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.config import Config
@@ -33,17 +33,11 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.prompt_history import PromptHistory
 from megatron_dapo.experience.groups import Admission, SamplerState, ScoredGroup
 from megatron_dapo.storage.ledger import Event, Ledger
+from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import end_all
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
-
-
-class Holding(Protocol):
-    """What keeps unfinished groups between two batches: `rollout.fleet.fleet.RolloutFleet`."""
-
-    async def hold(self) -> None: ...
-
-    def let_go(self) -> None: ...
 
 
 class OversamplingLimit(RuntimeError):
@@ -86,7 +80,7 @@ class DynamicSampler:
         state: SamplerState,
         prompt_at: Callable[[int], int] = lambda position: position,
         stages: Sequence[int] = (),
-        holding: Holding | None = None,
+        holding: RolloutFleet | None = None,
         unfinished: Callable[[int, int], ScoredGroup | None] = lambda position, version: None,
     ) -> None:
         """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
@@ -102,9 +96,7 @@ class DynamicSampler:
         self._resumed_next = state.next or max((group.position for group in state.carried), default=-1) + 1
         """`next` of the state until `fill` has taken it up, then 0."""
         versions = state.sent_with or [group.weight_version for group in state.carried]
-        self._restored = {
-            group.position: (group, version) for group, version in zip(state.carried, versions, strict=True)
-        }
+        self._restored = {one.position: (one, version) for one, version in zip(state.carried, versions, strict=True)}
         self._begun = {group.position: group.weight_version for group in state.unfinished}
         """Weight versions of the groups in flight that go on."""
         self._flight: deque[_Sent] = deque()
@@ -213,7 +205,7 @@ class DynamicSampler:
         """End what is in flight. No batch can be filled afterwards."""
         tasks = [sent.group for sent in self._flight]
         self._flight.clear()
-        await _end(tasks)
+        await end_all(tasks)
         if self._failure is not None and self._failure.done():
             self._failure.exception()  # else asyncio complains that nobody asked
 
@@ -251,7 +243,7 @@ class DynamicSampler:
     async def _expire(self, places: Sequence[int], rollout_step: int) -> int:
         """End what is in flight at these places, and write it down. Returns the tokens of what was finished."""
         groups = [self._flight[at] for at in places]
-        await _end([sent.group for sent in groups])
+        await end_all([sent.group for sent in groups])
         tokens = [sent.group.result().tokens if sent.finished else None for sent in groups]
         for sent, spent in zip(groups, tokens, strict=True):
             self._write(Event.EXPIRED, sent.position, rollout_step, sent.version, tokens=spent)
@@ -380,10 +372,3 @@ def _already(group: ScoredGroup) -> "asyncio.Future[ScoredGroup]":
     done: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
     done.set_result(group)
     return done
-
-
-async def _end(tasks: "Sequence[asyncio.Future[ScoredGroup]]") -> None:
-    """Cancel what is not done, and wait until it has ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

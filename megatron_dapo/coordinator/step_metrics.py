@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +176,7 @@ def _mismatch_metrics(gap: Gap) -> dict[str, float]:
     """Nothing where all tokens are stale: a gap of 0 would say that engine and trainer were compared."""
     if gap.stale_share == 1:
         return {}
-    current = gap.current
-    return {"mismatch/kl": current.kl, "mismatch/max_abs": current.max_abs, "mismatch/mean_abs": current.mean_abs}
+    return {f"mismatch/{name}": getattr(gap.current, name) for name in ("kl", "max_abs", "mean_abs")}
 
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
@@ -188,7 +188,7 @@ def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
     rewards = [(name, value) for each in responses for name, value in (each.verdict.rewards or {}).items()]
     disagreement = {"verdict_disagreement": sum(each.rules_disagree for each in both) / len(both)} if both else {}
     return {
-        "accuracy/mean": _mean(groups, _accuracy),
+        "accuracy/mean": _mean(groups, attrgetter("accuracy")),
         "reward/mean": _mean(groups, lambda response: response.reward_raw),
         **{f"reward/{name}": float(np.mean([v for key, v in rewards if key == name])) for name in dict(rewards)},
         "reward_shaped/mean": _mean(groups, lambda response: response.reward_shaped),
@@ -242,8 +242,8 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         "tokens/discarded": admission.discarded_tokens,
         "bias/accepted_length": _mean(admission.kept, _length),
         "bias/generated_length": _mean(admission.judged, _length),
-        "bias/accepted_accuracy": _mean(admission.kept, _accuracy),
-        "bias/generated_accuracy": _mean(admission.judged, _accuracy),
+        "bias/accepted_accuracy": _mean(admission.kept, attrgetter("accuracy")),
+        "bias/generated_accuracy": _mean(admission.judged, attrgetter("accuracy")),
         **({"bias/passed_over_accuracy": float(np.mean(admission.passed_over))} if admission.passed_over else {}),
     }
 
@@ -308,10 +308,6 @@ def _mean(groups: Sequence[ScoredGroup], value: Callable[[ScoredResponse], float
 
 def _length(response: ScoredResponse) -> int:
     return response.generation.drawn
-
-
-def _accuracy(response: ScoredResponse) -> bool:
-    return response.accuracy
 
 
 def reflection_metrics(texts: Sequence[str], correct: Sequence[bool]) -> dict[str, float]:

@@ -46,8 +46,7 @@ class PromptOrder:
         shares = np.array([span.weight for span in spans], dtype=np.float64)
         shares /= shares.max()  # else the sum of very large ones would be infinite
         self._bounds = np.cumsum(shares / shares.sum())[:-1]
-        start = np.random.Generator(np.random.PCG64([seed, len(spans)])).integers(1 << 63)
-        self._start = np.uint64(start)
+        self._start = np.uint64(np.random.Generator(np.random.PCG64([seed, len(spans)])).integers(1 << 63))
         self._before: list[np.ndarray] = [np.zeros(len(spans), np.int64)]
         """For each block begun: how often each file was drawn before it."""
         self._enter(0)

@@ -78,7 +78,7 @@ class PromptSet:
         """
         if self.ordered in ("spaced", "shuffled"):
             return PromptOrder(self.spans, seed, spaced=self.ordered == "spaced")
-        name = self.ordered
+        name, count = self.ordered, len(self.prompts)
         try:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
             found = [order.index_at(position) for position in range(PROBED)]
@@ -86,10 +86,8 @@ class PromptSet:
                 raise ValueError(
                     "a position has another prompt when it is asked again; index_at must depend on it alone"
                 )
-            if not all(isinstance(one, int) and 0 <= one < len(self.prompts) for one in found):
-                raise ValueError(
-                    f"index_at must give indices of the {len(self.prompts)} prompts; the first: {found[:9]}"
-                )
+            if not all(isinstance(one, int) and 0 <= one < count for one in found):
+                raise ValueError(f"index_at must give indices of the {count} prompts; the first: {found[:9]}")
         except Exception as error:  # a user's code may fail in any way
             raise ConfigError(f"data.order = {name}: {type(error).__name__}: {error}") from error
         return order
@@ -139,12 +137,12 @@ class VerifierChoice:
             raise DataError(f"{place}: {error}{hint}") from None
         return name
 
-    def unread_sources(self) -> str | None:
-        """What is wrong with `reward.by_source`: a source that no row has; None if nothing is."""
+    def check_sources(self) -> None:
+        """ConfigError if `reward.by_source` has a source that no row has."""
         for source in self._reward.by_source:
             if source not in self._sources:
-                return f"reward.by_source.{source}: no prompt has this source; {nearest(source, self._sources)}"
-        return None
+                near = nearest(source, self._sources)
+                raise ConfigError(f"reward.by_source.{source}: no prompt has this source; {near}")
 
 
 def read_prompts(

@@ -22,6 +22,7 @@ from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
 from rollout.fleet.fleet import RolloutFleet
+from rollout.fleet.member import end_all
 from rollout.generation import FinishReason, Generation, GenerationRequest, RoutingShape, SamplingParams, nothing_drawn
 
 T = TypeVar("T")
@@ -137,9 +138,7 @@ async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(tasks)
         raise
 
 

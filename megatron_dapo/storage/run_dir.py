@@ -172,17 +172,12 @@ class RunDir:
                 "directory moved?); what was saved stands there: bring it back and set run.resume=true"
             )
 
-    def write_text(self, name: str, text: str, *, durable: bool = True) -> None:
-        """Write a file whole or not at all.
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file whole or not at all. It is on disk on return, even if the machine fails."""
+        files.replace_file(self.path / name, text)
 
-        Args:
-            durable: it is on disk on return, even if the machine fails. A resume needs most files; for one that is
-                written every few seconds syncing costs too much.
-        """
-        files.replace_file(self.path / name, text, durable=durable)
-
-    def write_json(self, name: str, content: Any, *, durable: bool = True) -> None:
-        self.write_text(name, json.dumps(content, indent=2) + "\n", durable=durable)
+    def write_json(self, name: str, content: Any) -> None:
+        self.write_text(name, json.dumps(content, indent=2) + "\n")
 
     def read_json(self, name: str, *keys: str) -> dict[str, Any]:
         """An object that `write_json` wrote.
@@ -217,15 +212,13 @@ class RunDir:
         aside.mkdir(parents=True)
         return aside
 
-    def publish_checkpoint(self, aside: Path, step: int, keep: int) -> Checkpoint:
+    def publish_checkpoint(self, aside: Path, step: int, keep: int) -> None:
         """Rename into place, point `latest` at it, remove all but the newest `keep`."""
         self.check_there()
-        folder = self.path / "checkpoints" / f"step_{step}"
-        files.replace_folder(aside, folder, durable=True)
+        files.replace_folder(aside, aside.with_name(f"step_{step}"), durable=True)
         self._point_latest_at(step)
         for old in self.checkpoints()[:-keep]:
             files.remove_folder(old.folder)
-        return Checkpoint(step=step, folder=folder)
 
     def _point_latest_at(self, step: int) -> None:
         files.replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
@@ -239,8 +232,7 @@ class RunDir:
         return _checkpoints(self.path)
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        found = self.checkpoints()
-        return found[-1] if found else None
+        return next(reversed(self.checkpoints()), None)
 
     def go_back_to(self, step: int) -> None:
         """Make the checkpoint after rollout step `step` the newest. Later ones, and the summary of a run that ended,

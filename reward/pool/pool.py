@@ -98,15 +98,12 @@ class RewardPool:
         asked: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
         for request in requests:
             asked[queues[request.verifier]].append(request)
-        service = (
-            asyncio.ensure_future(remote.verify(self._config.remote, asked["remote"])) if asked["remote"] else None
-        )
+        service = asyncio.ensure_future(remote.verify(self._config.remote, asked["remote"]))
         try:
             fast, slow = await self._verify_here(asked["fast"], asked["slow"])
-            verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service if service else ())}
+            verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service)}
         finally:
-            if service:
-                service.cancel()
+            service.cancel()
         return [next(verdicts[queues[request.verifier]]) for request in requests]
 
     async def step(self, environment: str, episode: Episode) -> Stepped:
@@ -259,7 +256,7 @@ class RewardPool:
         """Has the process do the work and passes the results on; False if the process must be replaced."""
         jobs = [job for work in works for job in work.jobs]
         try:
-            results = await process.judge(jobs, alone=alone, limit_s=self._config.timeout_s)
+            results = iter(await process.judge(jobs, alone=alone, limit_s=self._config.timeout_s))
         except WorkerLost as lost:
             for work in works:
                 with suppress(InvalidStateError):  # its caller has just given up
@@ -267,11 +264,9 @@ class RewardPool:
             return False
         finally:  # a timeout is a verdict too
             self._last_progress = time.monotonic()
-        at = 0
         for work in works:
             with suppress(InvalidStateError):
-                work.results.set_result(results[at : at + len(work.jobs)])
-            at += len(work.jobs)
+                work.results.set_result([next(results) for _ in work.jobs])
         return True
 
     def _enqueue(self, works: list[_Work]) -> None:

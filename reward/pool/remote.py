@@ -50,7 +50,7 @@ class _Refused(Exception):
 
 async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) -> list[Verdict]:
     """One verdict for each request, in order; whatever the service answers."""
-    if config.url is None:
+    if config.url is None or not requests:
         return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
     batches = [requests[at : at + config.batch] for at in range(0, len(requests), config.batch)]
     free = asyncio.Semaphore(config.connections)

@@ -138,16 +138,13 @@ class Balancer:
     def dispatch(self) -> None:
         """Gives free places to waiting requests."""
         while self.is_open and self._waiting:
-            ready = [member for member in self.members if member.state is State.READY and member.is_open]
+            ready = [member for member in self.members if member.state is State.READY and member.gate.is_set()]
             free = [member for member in ready if member.in_flight < self.limit]
-            if not free:
-                return
-            match = self._match(free)
+            match = self._match(free) if free else None
             if match is None:
                 return
             index, member = match
-            waiter = self._waiting[index]
-            del self._waiting[index]
+            waiter = self._waiting.pop(index)
             if waiter.place.done():  # cancelled
                 continue
             self._group_server.pop(waiter.group_id, None)

@@ -4,7 +4,7 @@ the servers say of their KV cache and their queues, summed up over a rollout ste
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -90,8 +90,9 @@ class Member:
         probes are late."""
         self.busy_calls = 0
         """Of `busy`, under way."""
-        self._gate = asyncio.Event()
-        self._gate.set()
+        self.gate = asyncio.Event()
+        """Set unless a publish keeps requests from being begun. They keep their place meanwhile."""
+        self.gate.set()
         self._connect = connect
         self._client: SglangClient | None = None
         self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -105,23 +106,10 @@ class Member:
         """Whether it may have requests. While new weights are loaded and verified it is paused."""
         return self.state in (State.READY, State.SUSPECT)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether requests begin, as far as a publish does not keep them at the gate; those keep their place."""
-        return self._gate.is_set()
-
-    def close(self) -> None:
-        """No request begins from now on."""
-        self._gate.clear()
-
-    def open(self) -> None:
-        """Requests begin again."""
-        self._gate.set()
-
     async def passed(self) -> bool:
         """Waits at the gate until it is open, or the server is lost: whether a request may begin."""
-        while not self.is_open:
-            await self._gate.wait()
+        while not self.gate.is_set():
+            await self.gate.wait()
         return self.serving
 
     @property
@@ -144,7 +132,7 @@ class Member:
         """Changes the state; DOWN also ends the calls that wait for an answer, and every wait at the gate."""
         self.state, self.reason = state, reason
         if state is State.DOWN:
-            self.open()  # who waits there goes to another server
+            self.gate.set()  # who waits there goes to another server
             if not self._down.done():
                 self._down.set_result(reason)
         elif self._down.done():
@@ -176,6 +164,13 @@ class Member:
             return task.result()
         finally:
             task.cancel()
+
+
+async def end_all(tasks: "Sequence[asyncio.Future[Any]]") -> None:
+    """Cancels what is not done, and waits until it has ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ServerStatistics:

@@ -25,7 +25,7 @@ import numpy as np
 from rollout.config import CONTEXT_RESERVE, RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerUnavailable
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.member import Member, State, Timing, end_all
 from rollout.generation import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.wire.reply import Reply, check_reply, join_segments, routing_of
 
@@ -37,8 +37,8 @@ class Response:
     request: GenerationRequest
     parts: list[tuple[Reply, int]] = field(default_factory=list)
     """(tokens, weight version that drew them), in order."""
-    streaming: tuple[Member, Sequence[Reply], int] | None = None
-    """The server that draws the next part, what it has sent of it, and its weight version."""
+    streaming: tuple[Member, Sequence[Reply], int, float] | None = None
+    """The server that draws the next part, what it has sent of it, its weight version, and since when (monotonic)."""
     routing: np.ndarray | None = None
     """uint8 [R, layers, k]: the experts of the first R tokens of prompt and response, as in `Generation`."""
     home: tuple[Member, int] | None = None
@@ -161,8 +161,6 @@ class RequestLoop:
     balancer: Balancer
     vocab_size: int
     observe: Callable[[ServedPart], None]
-    _awaited: dict[str, tuple[float, Sequence[Reply]]] = field(default_factory=dict, init=False)
-    """Responses that servers owe: {id of the call: (since when, what has come)}, the oldest first."""
     _responses: dict[str, Response] = field(default_factory=dict, init=False)
     """Under way, by the id of the request."""
     _drawn: int = field(default=0, init=False)
@@ -186,7 +184,7 @@ class RequestLoop:
         now = Response(response.request, [*response.parts], routing=response.routing)
         now._given = response._given
         if response.streaming is not None:
-            member, segments, version = response.streaming
+            member, segments, version, _ = response.streaming
             streamed = self._streamed(member, segments, response)
             now.parts += [(streamed, version)] if streamed is not None else []
         return now.generation(now.finish_reason or FinishReason.ABORT) if now.parts else None
@@ -208,25 +206,20 @@ class RequestLoop:
 
     def load(self) -> tuple[int, int, float]:
         """See `RolloutFleet.load`."""
-        owed = list(self._awaited.values())
-        streamed = sum(len(come) for _, come in owed) * self.config.stream_every
-        return self._drawn + streamed, len(owed), time.monotonic() - owed[0][0] if owed else 0.0
+        owed = [response.streaming for response in self._responses.values() if response.streaming is not None]
+        streamed = sum(len(come) for _, come, *_ in owed) * self.config.stream_every
+        now = time.monotonic()
+        return self._drawn + streamed, len(owed), now - min((since for *_, since in owed), default=now)
 
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
-        for abort in tuple(self._aborts):
-            abort.cancel()
-        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await end_all(tuple(self._aborts))
 
     async def _draw(self, member: Member, response: Response) -> str | None:
         """As `_attempt`, and again after each publish in which the response keeps its place."""
         while response.finish_reason is None and await member.passed():
-            member.drawing += 1
-            try:
-                failure = await self._attempt(member, response)
-            finally:
-                member.drawing -= 1
-            if failure is not None or member.is_open:
+            failure = await self._attempt(member, response)
+            if failure is not None or member.gate.is_set():
                 return failure
         return None
 
@@ -240,7 +233,8 @@ class RequestLoop:
         segments: list[Reply] = []
         reply: Reply | None = None
         failure = None
-        response.streaming = member, segments, version
+        response.streaming = member, segments, version, time.monotonic()
+        member.drawing += 1
         try:
             reply = await self._call(member, response, prompt, segments)
             member.last_answer = time.monotonic()
@@ -264,6 +258,7 @@ class RequestLoop:
             else:  # complete, but too long to be read once more for its rows: it is drawn anew
                 response.parts, response.routing, response._given = [], None, None
         finally:
+            member.drawing -= 1
             response.streaming = None
         if reply is not None:
             routing, reply = reply.routing, replace(reply, routing=None)
@@ -286,7 +281,7 @@ class RequestLoop:
 
     def _interrupted_since(self, member: Member, before: int) -> bool:
         """One that got its place just before an interruption begins within it, while the balancer is closed."""
-        return member.interruptions != before or not (self.balancer.is_open and member.is_open)
+        return member.interruptions != before or not (self.balancer.is_open and member.gate.is_set())
 
     async def _call(self, member: Member, response: Response, prompt: np.ndarray, segments: list[Reply]) -> Reply:
         """A checked answer of the server. Whoever stops waiting for it has the server abort it.
@@ -307,7 +302,6 @@ class RequestLoop:
         options: dict[str, Any] = {"seed": seed, "segments": kept, "routed_from": routed, "cache_key": key}
         asking = member.client.generate(rid, prompt, sampling, **options)
         call = asyncio.ensure_future(member.call(asking))
-        self._awaited[rid] = time.monotonic(), segments
         try:
             await asyncio.wait({call}, timeout=self.config.request_deadline_s)
             if not call.done():  # a server that is merely slow answers the abort with what it has
@@ -318,7 +312,6 @@ class RequestLoop:
             raise
         finally:
             call.cancel()
-            del self._awaited[rid]
 
     def _streamed(self, member: Member, segments: Sequence[Reply], response: Response) -> Reply | None:
         """What a server has sent of a part, if that can be used."""

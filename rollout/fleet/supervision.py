@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from rollout import errors
 from rollout.config import RolloutConfig
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, ServerStatistics, State, Timing
+from rollout.fleet.member import Member, ServerStatistics, State, Timing, end_all
 from rollout.fleet.weight_update import Publisher
 from rollout.wire.client import ServerInfo
 
@@ -56,9 +56,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """Ends all watching."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
     async def start_all(self) -> None:
         """Starts all servers and returns when they are READY, or enough of them. The rest failed or takes far longer
@@ -87,22 +85,18 @@ class Supervisor:
                 if patience_s is None and len(pending) + len(problems) <= may_miss:
                     patience_s = (LATE_FACTOR - 1) * (time.monotonic() - began)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tuple(tasks))
         missing = [member for member in self.members if member.state is not State.READY]
         if len(missing) > may_miss:
             text = "\n".join(map(str, problems.values()))
             others = f"; {len(missing) - len(problems)} were not awaited" if len(missing) > len(problems) else ""
-            raise errors.ServerStartError(
-                f"{len(problems)} of {len(self.members)} servers did not start{others}\n{text}"
-            )
+            raise errors.ServerStartError(f"{len(problems)} of {count} servers did not start{others}\n{text}")
         for member in missing:
             late = f"it was not ready {time.monotonic() - began:.0f} s after the start of the fleet"
             member.late = member not in problems
             member.enter(State.DOWN, str(problems.get(member, late)).splitlines()[0])
         if missing:
-            self.report(f"the run begins without {len(missing)} of {len(self.members)} servers")
+            self.report(f"the run begins without {len(missing)} of {count} servers")
 
     async def release_memory(self) -> tuple[float | None, ...]:
         """Returns when no server holds memory. From then on requests and restarts of servers wait.
@@ -186,7 +180,9 @@ class Supervisor:
                 await member.probe(self.timing.probe_deadline_s)
                 member.info = await member.client.server_info(self.timing.probe_deadline_s)
                 member.weight_label = await member.client.weight_label()
-                return self._check(member, member.info)
+                if unfit := self._unfit(member.info):
+                    raise errors.ServerUnfit(f"{member.url}: {unfit}")
+                return
             except errors.AccessDenied as error:
                 if not member.engine.ours:  # a restart would not change it
                     raise errors.ServerUnfit(f"{error}\nIts key belongs in the file of rollout.api_key_file") from None
@@ -199,30 +195,26 @@ class Supervisor:
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _check(self, member: Member, info: ServerInfo) -> None:
+    def _unfit(self, info: ServerInfo) -> str | None:
+        """Why the run cannot use such a server."""
         if self.config.deterministic and not info.deterministic:
-            raise errors.ServerUnfit(
-                f"{member.url}: rollout.deterministic needs a server with --enable-deterministic-inference"
-            )
+            return "rollout.deterministic needs a server with --enable-deterministic-inference"
         if info.dtype != "float32" and info.fp32_head != self.fp32_head:
             there, here = ("without", "true") if self.fp32_head else ("with", "false")
-            raise errors.ServerUnfit(
-                f"{member.url}: it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
+            return (
+                f"it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
                 "trainer would round log-probs differently; change one of the two"
             )
         if self.routed_experts and not info.routed_experts:
-            raise errors.ServerUnfit(
-                f"{member.url}: actor.routing_replay needs a server with --enable-return-routed-experts"
-            )
+            return "actor.routing_replay needs a server with --enable-return-routed-experts"
         if self.config.on_publish == "keep" and not info.caches_responses:
-            raise errors.ServerUnfit(
-                f"{member.url}: rollout.on_publish = keep needs a server that keeps responses in its prefix cache: "
+            return (
+                "rollout.on_publish = keep needs a server that keeps responses in its prefix cache: "
                 "without --disable-radix-cache, --strip-thinking-cache, --enable-deterministic-inference"
             )
         if info.altered:
-            raise errors.ServerUnfit(
-                f"{member.url}: it runs with {info.altered}, so that its weights cannot be verified; start it without"
-            )
+            return f"it runs with {info.altered}, so that its weights cannot be verified; start it without"
+        return None
 
     async def _watch(self, member: Member) -> None:
         while True:

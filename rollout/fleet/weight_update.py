@@ -124,10 +124,8 @@ class Published:
         """`PublishReport.standstill_s` and `stopped_s`."""
         times = [(begun, self.resumed[member]) for member, begun in self.stopped.items() if member in self.resumed]
         all_s = min(end for _, end in times) - max(begun for begun, _ in times) if times else 0.0
-        return {
-            "standstill_s": max(0.0, all_s),
-            "stopped_s": sum(end - begun for begun, end in times) / max(1, len(times)),
-        }
+        stopped_s = sum(end - begun for begun, end in times) / max(1, len(times))
+        return {"standstill_s": max(0.0, all_s), "stopped_s": stopped_s}
 
     async def _once(self, key: object, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What `begin` returns, which is called once for all who ask, and again if it failed."""
@@ -229,13 +227,15 @@ class Publisher:
                 async with half:
                     if not member.serving or member in published.verified:  # its supervisor does this, or has done it
                         return None
-                    targets = {member: await self._pause(published, member)}
-                    return await self._finish(member, published=published, targets=targets, sent=sent)
+                    return await self._finish(member, published, await self._pause(published, member), sent)
 
             return await self._each(serving, published, in_turn), sent
         paused = await self._each(serving, published, partial(self._pause, published))
         sent = await self._send(published, paused) or sent
-        finish = partial(self._finish, published=published, targets=paused, sent=sent)
+
+        async def finish(member: Member) -> int | None:
+            return await self._finish(member, published, paused[member], sent)
+
         return await self._each(paused, published, finish), sent
 
     async def _each(
@@ -263,7 +263,7 @@ class Publisher:
         """Stops the server, and returns where weights for it go. After a restart it has another address."""
         published.stopped[member] = time.monotonic()
         if self.config.on_publish != "restart":
-            member.close()
+            member.gate.clear()
         await self._drain(member)
         await member.call(self._stop_drawing(member, flush=member not in published.keeping))
         assert member.info is not None
@@ -282,7 +282,7 @@ class Publisher:
         member.interruptions += 1
         deadline = time.monotonic() + self.timing.control_deadline_s
         next_abort = 0.0
-        while member.in_flight if member.is_open else member.drawing:
+        while member.in_flight if member.gate.is_set() else member.drawing:
             now = time.monotonic()
             if now > deadline:
                 raise ServerUnavailable(f"{member.url}: {member.in_flight} requests did not end on abort")
@@ -317,16 +317,13 @@ class Publisher:
         published.known_checksums |= sent.checksums
         return sent
 
-    async def _finish(
-        self, member: Member, *, published: Published, targets: Mapping[Member, Target], sent: Sent
-    ) -> int | None:
+    async def _finish(self, member: Member, published: Published, target: Target, sent: Sent) -> int | None:
         """Lets a paused server serve again, once it has the weights and they are verified. A server that was not sent
         all of them, but answers, reads the folder.
 
         Returns:
             The number of checksums compared. None: it was restarted meanwhile, and its supervisor does this.
         """
-        target = targets[member]
         if member.restarts != target.restarts or not member.serving:
             return None
         failure = sent.failures.get(target.url)
@@ -364,6 +361,6 @@ class Publisher:
         member.weight_version, member.weight_label = published.weight_version, published.label
         published.verified.add(member)
         published.resumed[member] = time.monotonic()
-        member.open()
+        member.gate.set()
         self.balancer.dispatch()
         return sum(len(names) for names in reported.values())

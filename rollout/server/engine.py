@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -103,7 +103,7 @@ class LocalServer:
         self.spec = spec
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
-        self._held: socket.socket | None = None
+        self._held = ExitStack()
 
     @property
     def url(self) -> str:
@@ -115,9 +115,8 @@ class LocalServer:
         Raises:
             ServerStartError: the configured port is taken; nothing was started.
         """
-        self._release_port()
-        self._held = hold_port(self.config, self.spec.index)
-        self._port = self._held.getsockname()[1]
+        self._held.close()
+        self._port = self._held.enter_context(hold_port(self.config, self.spec.index)).getsockname()[1]
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
@@ -162,12 +161,7 @@ class LocalServer:
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self.process.wait, GRACE_S)
         await asyncio.to_thread(self.kill)
-        self._release_port()
-
-    def _release_port(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._held.close()
 
     def _environment(self) -> dict[str, str]:
         # A checkout that is not installed must be importable in the child too.
@@ -189,19 +183,17 @@ def hold_port(config: RolloutConfig, index: int) -> socket.socket:
     Raises:
         ServerStartError: the configured port is taken, or no port of the host can be had.
     """
-    problem, port = None, config.port
+    problem, port = OSError(), config.port
     for _ in range(1 if config.port else _PORT_ATTEMPTS):  # another run may take a free one first
         port = config.port + index if config.port else free_port(config.host)
         held = socket.socket()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind((config.host, port))
+            return held
         except OSError as error:
             held.close()
             problem = error
-        else:
-            return held
-    assert problem is not None
     raise ServerStartError(
         f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
         f"({problem.strerror or problem}); choose another host or port, or port 0 for free ones"
@@ -211,16 +203,14 @@ def hold_port(config: RolloutConfig, index: int) -> socket.socket:
 def free_port(host: str) -> int:
     """A port that nobody listens on or holds. It is outside the range that the kernel uses for outgoing connections, so
     it is not given away until something opens it."""
-    problem: OSError | None = None
+    problem = OSError()
     for port in random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS):  # independent of the run's own random numbers
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
+                return port
             except OSError as error:
                 problem = error
-            else:
-                return port
-    assert problem is not None
     raise ServerStartError(f"rollout.host = {host}: {problem.strerror or problem}; name a rollout.port")
 
 

@@ -39,7 +39,7 @@ SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
 class Rank(TrainerRank):
     """Says where it is instead of building a model."""
 
-    def build(self, config: Config, rank: int, rendezvous: str) -> dict[str, Any]:
+    def build(self, config: Config, rank: int, rendezvous: str, timeout_s: float) -> dict[str, Any]:
         self._rank = rank
         return {"rank": rank}
 

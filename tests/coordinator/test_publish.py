@@ -123,8 +123,8 @@ def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_u
         actor=SimpleNamespace(layout=layout),
         model=None,
         algorithm=SimpleNamespace(mini_batches_per_step=1, kl=SimpleNamespace(coefficient=0.0)),
-        run=SimpleNamespace(seed=1, start_deadline_s=1.0, step_deadline_s=1.0),
+        run=SimpleNamespace(seed=1),
     )
     with pytest.raises(Built):
-        rank.build(config, 0, "file:///nowhere")  # type: ignore[arg-type]
+        rank.build(config, 0, "file:///nowhere", 1.0)  # type: ignore[arg-type]
     assert found == [wanted]

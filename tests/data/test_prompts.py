@@ -324,7 +324,8 @@ def test_a_source_that_no_row_has_is_named(tmp_path):
     config = DataConfig(path=str(file), template="plain")
     choice = VerifierChoice(RewardConfig(by_source={"gsm8": "exact"}), training_files(config))
     read_prompts(training_files(config), config, choice, Letters(), vocab_size=100)
-    assert "reward.by_source.gsm8: no prompt has this source; did you mean 'gsm8k'?" in choice.unread_sources()
+    with pytest.raises(ConfigError, match=r"by_source\.gsm8: no prompt has this source; did you mean 'gsm8k'\?"):
+        choice.check_sources()
 
 
 def test_each_file_has_its_environment_and_the_hash_knows_it(tmp_path):

@@ -173,7 +173,9 @@ def kill(place: Place) -> None:
 
 async def begun(place: Place, requests: int) -> None:
     """Waits until so many of the requests have streamed tokens: no time is right for every machine."""
-    while sum(1 for _, come in place.fleet._requests._awaited.values() if come) < requests:
+    while (
+        sum(bool(each.streaming and each.streaming[1]) for each in place.fleet._requests._responses.values()) < requests
+    ):
         await asyncio.sleep(0.01)
 
 

@@ -95,7 +95,7 @@ class ModelledFleet:
         await asyncio.sleep(seconds)
 
     async def hold(self) -> None:
-        """Interrupt all that runs; it waits, first in the queue, until `let_go`. `coordinator.sampler.Holding`."""
+        """Interrupt all that runs; it waits, first in the queue, until `let_go`."""
         self._held = True
         for engine in self._engines:
             interrupted = tuple(engine.running)

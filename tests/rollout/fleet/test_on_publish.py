@@ -302,7 +302,7 @@ def test_a_publish_that_is_cancelled_leaves_no_server_paused(folders: list[Path]
                 server.slow_updates = 0.0
             checked(await asyncio.gather(*tasks), 30)
             assert not any(server.paused for server in servers)
-            assert all(member.is_open for member in fleet.members)
+            assert all(member.gate.is_set() for member in fleet.members)
 
     run(test)
 
