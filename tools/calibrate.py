@@ -106,7 +106,7 @@ def _trainer(
     recompute: Any = run.setting("actor.recompute") or "none"
     layout = LayoutConfig(**look_up(run.manifest, "trainer.layout") or {})
     actor = ActorConfig(layout=layout, recompute=("core_attn",) if recompute == "selective" else recompute)
-    flops = again = slow = exchange = 0.0
+    flops = again = slow = exchange = exchanges = 0.0
     for line in run.lines:
         length = line.get("bias/accepted_length")
         if line["rollout_step"] in recorded and length:
@@ -118,11 +118,12 @@ def _trainer(
             lost = slow_flops(hf, layout, constants) * tokens
             again += repeated.item() * responses + lost * more
             slow += lost
-            exchange += exchange_seconds(hf, layout, constants) * tokens * hf.num_layers * layout.tensor
+            once = exchange_seconds(hf, layout, constants) * tokens * hf.num_layers * layout.tensor
+            exchange, exchanges = exchange + once, exchanges + once * (2 + more)
     ranks = [rank for step in steps for rank in step.ranks]
     found = {}
     tensor = tensor_seconds(ranks, layers=hf.num_layers) or 0.0
-    busy = pass_seconds(steps, "update") - tensor - exchange * (3 if recompute == "full" else 2)
+    busy = pass_seconds(steps, "update") - tensor - exchanges
     if flops and busy > 0:
         share = (3 * (flops + slow) + again) / (busy * constants.peak_flops)
         found["train_efficiency"] = Found(min(1.0, share), "forward and backward passes of the update")

@@ -68,7 +68,7 @@ class PackedMicroBatch:
     """int64 [S]: response tokens of each sequence; [0] in an empty micro-batch."""
 
     routing: np.ndarray | None
-    """uint8 [T, layers, k], as `Responses.routing`; padding goes to experts 0 .. k-1."""
+    """uint8 [T, layers, k], as `Responses.routing`; what a sequence is rounded up by goes to experts 0 .. k-1."""
 
     continued: np.ndarray
     """bool [T]: tokens that another one of their sequence follows; not its last one, and no padding."""
@@ -129,8 +129,9 @@ def pack_micro_batch(
         lengths, prompts, drawn = np.ones(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64)
     occupied = round_up(lengths, sequence_multiple(layout))
     occupied[-1] += row_length(lengths, layout, row_multiple) - occupied.sum()
-    if occupied.sum() < least:  # a sequence of its own: as a part of the last one it would cost attention over that
-        occupied = np.append(occupied, least - occupied.sum())
+    end = int(occupied.sum())
+    if end < least:  # a sequence of its own: as a part of the last one it would cost attention over that
+        occupied = np.append(occupied, least - end)
     starts = exclusive_sum(occupied)[: len(lengths)]
 
     row = np.zeros(int(occupied.sum()), dtype=np.int64)
@@ -141,8 +142,12 @@ def pack_micro_batch(
         row[where] = chosen.token_ids
         is_target[where[ranges(chosen.given_starts, chosen.given_lengths)]] = False
     routing = None
-    if chosen.routing is not None:
-        routing = unrouted(len(row), *chosen.routing.shape[1:])
+    # What pads rows to one length is tokens of responses, which spread over the experts as others do.
+    like = chosen if len(indices) else responses
+    row[end:] = np.resize(like.token_ids, len(row) - end)
+    if like.routing is not None:
+        routing = unrouted(len(row), *like.routing.shape[1:])
+        routing[end:] = np.resize(like.routing, routing[end:].shape)
         if len(indices):
             routing[where] = chosen.routing
     continued = np.zeros(len(row), dtype=bool)

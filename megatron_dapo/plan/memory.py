@@ -212,13 +212,14 @@ def _log_prob_bytes(case: Scenario, tokens: int, *, backward: bool) -> float:
     rows = actor.logprob_chunk_tokens
     piece = min(PIECE_ELEMENTS if rows is None else rows * columns, tokens * columns) * 4 * _PIECES
     hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
+    trained = 0 if actor.lora.rank else weight * size
     if case.config.model.upcasts_head:
         # In float32 too: hidden states twice (all rows, those wanted), a block of the weight and of its gradient.
         blocks = 2 * 4 * min(weight, max(MIN_BLOCK, PIECE_ELEMENTS // tokens) * hf.hidden_size)
-        return piece + blocks + 4 * hidden * (4 if backward else 2) + (weight * size if backward else 0)
+        return piece + blocks + 4 * hidden * (4 if backward else 2) + (trained if backward else 0)
     if actor.fused_linear_log_prob:
         # Hidden states whole on each rank, their gradient in float32, the gradient of the layer's weight.
-        return piece + hidden * size + (hidden * (4 + size) + weight * size if backward else 0)
+        return piece + hidden * size + (hidden * (4 + size) + trained if backward else 0)
     # The second: their gradient; in forward alone those of the micro-batch before, which Megatron's schedule holds.
     return piece + 2 * tokens * columns * size
 

@@ -1,5 +1,7 @@
 """Rows of one length, as pipeline stages exchange them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from tests.actor.test_packing import ONE_RANK, responses_of
 def test_rows_of_one_length_end_in_a_sequence_of_padding():
     responses = responses_of(([5, 6], [7, 8, 2]), ([1], [1]), ([9], [2]))
     packed = pack_micro_batch(responses, np.array([0, 2]), ONE_RANK, least=12)
-    assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 2, 0, 0, 0, 0, 0]
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 2, 5, 6, 7, 8, 2]
     assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]
     assert packed.sequence_bounds.tolist() == [0, 5, 7, 12]
     assert packed.rows.tolist() == [1, 2, 3, 5]
@@ -19,6 +21,14 @@ def test_rows_of_one_length_end_in_a_sequence_of_padding():
     empty = pack_micro_batch(responses, np.zeros(0, np.int64), ONE_RANK, least=12)
     assert empty.sequence_bounds.tolist() == [0, 1, 12]
     assert empty.rows.size == empty.targets.size == 0
+    assert empty.input_ids.tolist() == [0, 5, 6, 7, 8, 2, 1, 1, 9, 2, 5, 6], "tokens of the message"
+
+
+def test_padding_goes_to_the_experts_of_the_tokens_that_it_repeats():
+    responses = responses_of(([5, 6], [7, 8, 2]), ([9], [2]))
+    routing = np.arange(7 * 3 * 2, dtype=np.uint8).reshape(7, 3, 2)
+    packed = pack_micro_batch(replace(responses, routing=routing), np.array([0, 1]), ONE_RANK, least=16)
+    assert np.array_equal(packed.routing, np.concatenate([routing, routing, routing[:2]]))
 
 
 @pytest.mark.parametrize(("data", "most"), [(1, 0.012), (4, 0.03)])

@@ -179,7 +179,6 @@ def test_overrides_replace_values_of_the_file(file):
             ["actor.routing_replay=true", "rollout.extra_args=[--enable-hierarchical-cache]"],
             ["--enable-hierarchical-cache under actor.routing_replay", "other tokens"],
         ),
-        ("", ["actor.recompute=[mlp, all]"], ["recompute = ['mlp', 'all']: must be none, full, a number", "mlp, moe"]),
         ("", ["run.resume=yes"], ["run.resume = 'yes': must be true or false"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
         ("", ["rollout.extra_args=[--enable-fp32-lm-head]"], ["--enable-fp32-lm-head", "set model.fp32_head"]),

@@ -182,14 +182,14 @@ def _replace_files(config: Config, hf: HFModelConfig) -> None:
 
 
 def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:
-    from megatron_dapo.actor.weights.hf_weights import _place_of, model_shards
+    from megatron_dapo.actor.weights.hf_weights import model_shards, place_of
 
     found: list[set[str]] = [set() for _ in range(layout.pipeline)]
     layers = hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     for name in model_shards(hf):
         _, of_layer, rest = name.partition("decoder.layers.")
         outside = 0 if name.startswith("embedding.") else -1
-        found[int(rest.split(".")[0]) // layers % layout.pipeline if of_layer else outside].add(_place_of(name))
+        found[int(rest.split(".")[0]) // layers % layout.pipeline if of_layer else outside].add(place_of(name))
     return found
 
 

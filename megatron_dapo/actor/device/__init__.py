@@ -50,7 +50,7 @@ class DeviceChoice:
 
     gradient_accumulation: bool = False
     """Also Megatron's own layers add weight gradients to their float32 buffer in the matrix product itself, as
-    TransformerEngine's always do; else they are rounded to the weights' type before."""
+    TransformerEngine's do, without adapters; else they are rounded to the weights' type before."""
 
     overlap_grad_reduce: bool = False
     """Gradients are summed over ranks while backward still runs."""

@@ -188,6 +188,8 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
     other, kind = ("moe", "no experts") if hf.experts is None else ("mlp", "experts in place of each mlp")
     if other in parts:
         raise ConfigError(f"actor.recompute: {other}: the model has {kind}; leave it out")
+    if "layernorm" in parts and hf.experts is None:
+        raise ConfigError("actor.recompute: layernorm: only the one before experts; leave it out")
     if "moe" in parts and actor.routing_replay:
         # A layer's rows of routing are those of its newest forward pass, which may be another micro-batch's by then.
         raise ConfigError("actor.recompute: moe: not with routing_replay; set a number of layers, or full")

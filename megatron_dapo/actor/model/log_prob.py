@@ -177,14 +177,14 @@ class _LinearTokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, rows, targets, *statistics = ctx.saved_tensors
         shard, temperature, block = ctx.options
         down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
         wanted = hidden.index_select(0, rows)
         # Summed over blocks, so in the type that the work is done in; a block's rows of `grad_weight` are whole.
         grad_wanted = torch.zeros(wanted.shape, dtype=down.dtype, device=wanted.device)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen where there are adapters
         for part in _parts(shard.size, block):
             rows_of_weight = weight[part].to(wanted.dtype)
             grad = gradient_columns(
@@ -196,7 +196,8 @@ class _LinearTokenLogProbs(torch.autograd.Function):
                 temperature,
             ).to(wanted.dtype)
             grad_wanted += grad @ rows_of_weight
-            grad_weight[part] = grad.T @ wanted
+            if grad_weight is not None:
+                grad_weight[part] = grad.T @ wanted
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
         return grad_hidden, grad_weight, None, None, None
 

@@ -130,19 +130,17 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,
         **_expert_settings(hf, layout, device),
-        **_recompute_settings(hf, actor.recompute, device),
+        **_recompute_settings(actor.recompute, device),
     )
 
 
-def _recompute_settings(hf: HFModelConfig, recompute: Recompute, device: DeviceChoice) -> dict[str, Any]:
+def _recompute_settings(recompute: Recompute, device: DeviceChoice) -> dict[str, Any]:
     """Megatron's words for `actor.recompute`."""
     if recompute == "none":
         return {}
     if isinstance(recompute, tuple):
-        if "layernorm" in recompute and not (device.transformer_engine and hf.experts is not None):
-            # TransformerEngine's is fused with the linear after it, but for the one before experts; Megatron has no
-            # recompute of others.
-            raise ConfigError("actor.recompute: layernorm: only before experts, with TransformerEngine; leave it out")
+        if "layernorm" in recompute and not device.transformer_engine:  # Megatron's recompute calls it by name
+            raise ConfigError("actor.recompute: layernorm: needs TransformerEngine; leave it out")
         return {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
     method, layers = ("uniform", 1) if recompute == "full" else ("block", recompute)
     return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}

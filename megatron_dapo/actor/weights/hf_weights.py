@@ -50,7 +50,8 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     with SafetensorsReader(folder) as reader, torch.no_grad():
         reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         for name, parameter in named_parameters(chunks, hf):
-            if shards := shards_of.get(name):
+            if ".lora." not in name:
+                shards = shards_of[name]
                 shards.load(parameter, reader.read, *(dense if shards.expert is None else of_expert))
 
 

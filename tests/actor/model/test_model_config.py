@@ -183,6 +183,7 @@ def test_experts_in_fp8_are_refused(load):
     ("model", "fields", "words"),
     [
         ({}, {"recompute": ["moe"]}, "moe: the model has no experts"),
+        ({}, {"recompute": ["mlp", "layernorm"]}, "layernorm: only the one before experts"),
         (EXPERTS, {"recompute": ["mlp", "layernorm"]}, "mlp: the model has experts in place of each mlp"),
         (EXPERTS, {"recompute": ["moe"], "routing_replay": True}, "moe: not with routing_replay"),
     ],

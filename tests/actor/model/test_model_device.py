@@ -110,7 +110,7 @@ def layernorm_again(place: RankPlace, folder: Path) -> str:
 
 def test_a_norm_that_megatron_cannot_compute_again_is_refused(gloo, tmp_path):
     [said] = gloo(1, layernorm_again, save_tiny(tmp_path, MIXTURE, tied=False))
-    assert said.startswith("actor.recompute: layernorm: only before experts, with TransformerEngine")
+    assert said.startswith("actor.recompute: layernorm: needs TransformerEngine")
 
 
 def train_with_both(place: RankPlace, decoupled: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict]:

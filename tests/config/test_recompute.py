@@ -1,0 +1,33 @@
+"""`actor.recompute`: what it may be, and what runs have stored before it could be a list."""
+
+import pytest
+
+from megatron_dapo.config import ConfigError, load_config
+from tests.processes import ROOT
+
+CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("given", "value"), [("none", "none"), ("full", "full"), ("7", 7), ("[mlp, core_attn]", ("mlp", "core_attn"))]
+)
+def test_a_word_a_number_or_a_list_is_taken(given, value):
+    assert load_config(CONFIG, [f"actor.recompute={given}"]).actor.recompute == value
+
+
+@pytest.mark.parametrize("given", ["selective", "0", "-1", "1.5", "true", "[]", "[mlp, attention]", "null", '"3"'])
+def test_all_else_is_refused_in_one_line(given):
+    with pytest.raises(ConfigError) as refused:
+        load_config(CONFIG, [f"actor.recompute={given}"])
+    assert str(refused.value).count("\n") == 1
+    assert "must be none, full, a number of layers, or a list of mlp, moe, layernorm, core_attn" in str(refused.value)
+
+
+def test_a_run_that_stored_the_earlier_word_can_be_read(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.read_text().replace("actor:\n", "actor:\n  recompute: selective\n", 1))
+    with pytest.raises(ConfigError, match=r"config\.yaml:\d+: actor\.recompute = 'selective': must be none"):
+        load_config(path)
+    path.with_name("ledger.jsonl").touch()
+    assert load_config(path).actor.recompute == ("core_attn",)
+    assert load_config(path, ["actor.recompute=full"]).actor.recompute == "full"
