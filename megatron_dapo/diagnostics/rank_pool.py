@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -183,10 +182,6 @@ def _end_with_parent() -> None:
 
 def _take_down() -> None:
     """Leave nothing of one call for the next."""
-    import torch
+    from megatron_dapo.actor.device.process_groups import shutdown
 
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None:
-        parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    shutdown()

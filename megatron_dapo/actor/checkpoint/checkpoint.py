@@ -171,17 +171,11 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    adapters = optimizer.adapters
-    state = {
-        name: adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
-        for name, chunk in _named_chunks(optimizer).items()
-    }
-    if loading:
-        state = {
-            name: {key: shard for key, shard in shards.items() if EXTRA_STATE not in key}
-            for name, shards in state.items()
-        }
-    model_state = state["model"] if "model" in state else dict(state)
+    adapters, state = optimizer.adapters, {}
+    for name, chunk in _named_chunks(optimizer).items():
+        shards = adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
+        state[name] = {key: shard for key, shard in shards.items() if not (loading and EXTRA_STATE in key)}
+    model_state = state.get("model", dict(state))
     return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
 
 
