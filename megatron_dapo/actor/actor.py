@@ -86,15 +86,8 @@ class MegatronActor:
         self._checkpoint, self._weights, self._groups = checkpoint, hf_weights, process_groups
         torch.set_num_threads(config.threads)
         self.hf = HFModelConfig.load(Path(model.path))
-        process_groups.initialise(
-            config.layout,
-            rank=rank,
-            world_size=world_size,
-            rendezvous=rendezvous,
-            device=self.device,
-            timeout_s=timeout_s,
-            seed=seed,
-        )
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "rendezvous": rendezvous}
+        process_groups.initialise(config.layout, **place, device=self.device, timeout_s=timeout_s, seed=seed)
         chunks = build_model(self.hf, config, model.dtype, self.device, upcasts_head=model.upcasts_head)
         hf_weights.load_hf_weights(chunks, self.hf, Path(self.model.path))
         adapters = lora.Adapters(chunks, self.hf, config.lora, seed=seed) if config.lora.rank else None

@@ -80,8 +80,5 @@ def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:
         with clock.measure("all-reduce"):
             torch.distributed.all_reduce(values, group=group)
     seconds = [end - start for _, start, end, _ in clock.times()]
-    return {
-        "bytes": values.nbytes,
-        "ranks": torch.distributed.get_world_size(group),
-        "seconds": statistics.median(seconds[1:]),
-    }
+    ranks = torch.distributed.get_world_size(group)
+    return {"bytes": values.nbytes, "ranks": ranks, "seconds": statistics.median(seconds[1:])}

@@ -81,13 +81,8 @@ class PolicyObjective:
             raise ValueError("the KL term reads reference_log_probs, but there are none; set kl_coefficient to 0")
         if self.kl_aggregation != "sequence":  # what else differs between the others is `columns.kl_scale`
             return kl_estimate(log_probs, columns.reference_log_probs, self.kl_estimator)
-        return sequence_kl_estimate(
-            log_probs,
-            columns.reference_log_probs,
-            self.kl_estimator,
-            sequence_index=columns.sequence_index,
-            sequence_lengths=columns.sequence_lengths,
-        )
+        responses = {"sequence_index": columns.sequence_index, "sequence_lengths": columns.sequence_lengths}
+        return sequence_kl_estimate(log_probs, columns.reference_log_probs, self.kl_estimator, **responses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

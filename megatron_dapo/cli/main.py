@@ -25,7 +25,6 @@ _HELP = "Train language models by DAPO, and plan, measure and understand runs. -
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
 
 
-@app.command()
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train by DAPO. `run.dir` names the run directory, `run.resume=true` continues it."""
     from megatron_dapo.cli.train import STOP_SIGNALS, train_command
@@ -36,7 +35,6 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     raise typer.Exit(code)
 
 
-@app.command()
 def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> None:
     """Print prompts exactly as the server gets them: text, token ids, ground truth."""
     from megatron_dapo.coordinator.inputs import read_problems, remarks
@@ -56,15 +54,6 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
         print(f"token ids: {prompt.ids.tolist()}")
 
 
-app.command()(ask)
-app.command("eval")(evaluate)
-
-
-app.command()(status)
-app.command()(diff)
-
-
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run directories, drawn over each other.")],
     out: Annotated[Path | None, typer.Option(help="File to write; report.html in the first RUN if not given.")] = None,
@@ -79,11 +68,6 @@ def report(
     print(file)
 
 
-app.command()(slurm)
-app.command()(certify)
-
-
-@app.command()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -102,10 +86,6 @@ def plan(
     raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
 
 
-app.command()(doctor)
-
-
-@app.command()
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Say whether a config is valid; print it with defaults filled in, and where every other value comes from."""
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
@@ -118,6 +98,12 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     if (Path(loaded.model.path) / "config.json").is_file():
         check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
     print("# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does that")
+
+
+COMMANDS = (train, preview, ask, evaluate, status, diff, report, slurm, certify, plan, doctor, check)
+"""In the order of `--help`."""
+for each in COMMANDS:
+    app.command("eval" if each is evaluate else None)(each)
 
 
 def main(commands: Callable[[], object] = app) -> None:

@@ -41,12 +41,11 @@ def lock_holder(folder: Path) -> int | None:
     # 3: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
     for pid in map(int, re.findall(rf"^\d+: \w+ +\w+ +\w+ +(\d+) \S+:{inode} ", table, re.MULTILINE)):
         try:  # another file system may have the same inode number
-            held = str(lock) in {opened.path for opened in psutil.Process(pid).open_files()}
+            if str(lock) in {opened.path for opened in psutil.Process(pid).open_files()}:
+                return pid
         except psutil.NoSuchProcess:
-            held = False
+            continue
         except psutil.AccessDenied:  # somebody else's process: the number has to do
-            held = True
-        if held:
             return pid
     return None
 

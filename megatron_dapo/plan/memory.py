@@ -174,7 +174,7 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     layer += repeated if whole_again else repeated - tokens * size * kept_of(actor.recompute)
     # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
     layer += max(adapted(hf, actor), default=0) * (size + 4)
-    forward, update = {}, {}
+    forward, update, items = {}, {}, {}
     if stage == layout.pipeline - 1:
         if layout.sequence_parallel:
             # Megatron keeps the buffer that it gathers the output layer's input in.
@@ -188,11 +188,9 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
         forward["routing"], update["routing"] = float(rows), rows * alive
     sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
     extra = {"log-probs": forward, "update": update, "weight sync": sync}
-    items = {
-        phase: {name: value for name, value in resident.items() if name not in _away(actor.offload, phase)}
-        | extra.get(phase, {})
-        for phase in PHASES
-    }
+    for phase in PHASES:
+        away = _away(actor.offload, phase)
+        items[phase] = {name: value for name, value in resident.items() if name not in away} | extra.get(phase, {})
     return RankMemory(stage=stage, state=state, items=items)
 
 

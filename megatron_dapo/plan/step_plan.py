@@ -102,10 +102,8 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
     whole = [sum(part.seconds for part in parts) for parts, _ in passes]
     # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
     # and so does one whose batch was written while it trained on the one before.
-    left = [
-        max(parts[-1].seconds, total - one.seconds)
-        for one, total, (parts, _) in zip(filled, whole, passes, strict=True)
-    ]
+    each = zip(filled, whole, passes, strict=True)
+    left = [max(parts[-1].seconds, total - one.seconds) for one, total, (parts, _) in each]
     after = share_gpus(case.config) or config.run.mode == "async"
     updates = [update for _, own in passes for update in own]
     update_s = sum(update.seconds for update in updates)

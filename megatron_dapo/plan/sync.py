@@ -43,11 +43,6 @@ def largest_parameter(case: Scenario) -> float:
     return float(max(case.hf.vocab_size, 2 * ffn) * case.hf.hidden_size * case.dtype_bytes)
 
 
-def experts_held_back(case: Scenario) -> float:
-    """Bytes of a layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them."""
-    return 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
-
-
 def bucket_bytes(case: Scenario) -> float:
     """Of a bucket (`tensor`, `distributed`)."""
     return max(float(case.config.rollout.sync_bucket_mb << 20), largest_parameter(case))
@@ -58,7 +53,8 @@ def rank_bytes(case: Scenario) -> float:
     (`disk`) or in its bucket."""
     largest = largest_parameter(case)
     joined = largest if case.config.rollout.weight_sync == "disk" else bucket_bytes(case)
-    return largest + joined + experts_held_back(case)
+    # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
+    return largest + joined + 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
 
 
 def server_bytes(case: Scenario) -> float:

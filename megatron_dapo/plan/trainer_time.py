@@ -90,32 +90,25 @@ def recomputed(hf: HFModelConfig, actor: ActorConfig, lengths: np.ndarray) -> tu
 
 def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     """One forward pass over sequences of `lengths` (prompt and response)."""
-    flops, efficiency = forward_flops(case.hf, lengths), case.constants.forward_efficiency
-    return _pass(case, lengths, flops, efficiency, times=1, exchanges=1, heads=1)
+    return _pass(case, lengths, forward_flops(case.hf, lengths))
 
 
 def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
     """One optimizer step over a mini-batch; `state`: the fullest rank's."""
     forward = forward_flops(case.hf, lengths)
     again, more = recomputed(case.hf, case.config.actor, lengths)
-    work, efficiency = 3 * forward + again, case.constants.train_efficiency
-    one = _pass(case, lengths, work, efficiency, times=3 + more, exchanges=2 + more, heads=4)
+    one = _pass(case, lengths, 3 * forward + again, more)
     return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
 
 
-def _pass(
-    case: Scenario,
-    lengths: np.ndarray,
-    flops: np.ndarray,
-    efficiency: float,
-    times: float,
-    exchanges: float,
-    heads: int,
-) -> PassTime:
-    """`flops`: of each sequence. `times`: the forward's products that are in them. `exchanges`: of a layer's
-    activations, all passes together: all-reduces after attention and after a dense MLP; to experts and back. `heads`:
-    products of an output layer in float32."""
-    hf, layout = case.hf, case.config.actor.layout
+def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | None = None) -> PassTime:
+    """`flops`: of each sequence. `more`: what part of a layer is repeated in an update; None: a forward pass alone."""
+    hf, layout, efficiency = case.hf, case.config.actor.layout, case.constants.forward_efficiency
+    # The forward's products that are in `flops`. Exchanges of a layer's activations, all passes together: all-reduces
+    # after attention and after a dense MLP; to experts and back. Products of an output layer in float32.
+    times, exchanges, heads = 1.0, 1.0, 1
+    if more is not None:
+        times, exchanges, heads, efficiency = 3 + more, 2 + more, 4, case.constants.train_efficiency
     plan = plan_for_actor(lengths, case.config.actor, hidden_size=hf.hidden_size)
     split = layout.tensor * layout.pipeline * layout.context
     work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])

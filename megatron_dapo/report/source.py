@@ -80,7 +80,7 @@ class Run:
         self.manifest = self._mapping("manifest.json")
         self.parameters: int | None = look_up(self.manifest, "trainer.parameters")
         """Parameters of the model, as the trainer counted them."""
-        self.samples = self._samples("samples.jsonl")
+        self.samples = self._samples(self.path / "samples.jsonl")
         """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
         self.evaluations = read_evaluations(self.path, self.steps, self.notes)
 
@@ -117,10 +117,9 @@ class Run:
             self.notes.append(f"{name} is not as a run writes it and is left out ({wrong}); restore it from a copy.")
         return {} if wrong else content
 
-    def _samples(self, name: str) -> list[dict[str, Any]]:
+    def _samples(self, file: Path) -> list[dict[str, Any]]:
         samples: list[dict[str, Any]] = []
         broken = 0
-        file = self.path / name
         for line in file.read_bytes().splitlines() if file.exists() else ():
             try:
                 sample = json.loads(line)
@@ -132,7 +131,7 @@ class Run:
                 samples.pop()
             samples.append(sample)
         if broken:
-            self.notes.append(f"{name}: {broken} lines cannot be read and are left out.")
+            self.notes.append(f"{file.name}: {broken} lines cannot be read and are left out.")
         return samples
 
 

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -226,27 +225,22 @@ def _all_joined(job: Job, address: str) -> str | None:
         "import json, sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR');"
         "print(json.dumps([n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']]))"
     )
-    try:
-        asked = subprocess.run(
-            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=60, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    lines = asked.stdout.strip().splitlines()
-    if asked.returncode != 0 or not lines:
-        return None
-    (job.folder / "joined.json").write_text(lines[-1])
-    return lines[-1] if len(json.loads(lines[-1])) >= job.nodes else None
+    command = [sys.executable, "-c", code, address]
+    with suppress(subprocess.SubprocessError, IndexError):  # the second: nothing was printed
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        joined = asked.stdout.strip().splitlines()[-1]
+        (job.folder / "joined.json").write_text(joined)
+        return joined if len(json.loads(joined)) >= job.nodes else None
+    return None
 
 
 def _end(ray: subprocess.Popen[bytes]) -> None:
     """`ray start --block` ends its processes when it is told to end."""
-    ray.send_signal(signal.SIGTERM)
-    try:
+    ray.terminate()
+    with suppress(subprocess.TimeoutExpired):
         ray.wait(LEAVE_S)
-    except subprocess.TimeoutExpired:
-        ray.kill()
-        ray.wait()
+    ray.kill()
+    ray.wait()
 
 
 if __name__ == "__main__":

@@ -55,12 +55,8 @@ def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, back
     # After that: before the first step it is what makes the moments.
     writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
-    state = files.state_text(
-        optimizer_steps=optimizer.optimizer_steps,
-        layout=layout,
-        distributed_optimizer=optimizer.config.distributed,
-        lora=optimizer.lora,
-    )
+    steps, distributed = optimizer.optimizer_steps, optimizer.config.distributed
+    state = files.state_text(steps, layout, distributed_optimizer=distributed, lora=optimizer.lora)
     _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
     if in_background:
@@ -141,13 +137,10 @@ class _PlanOnly(mcore.TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         by_key, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=self._writer,
-            planner=mcore.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
+        replicated = not self.keep_only_main_replica
+        planner = mcore.MCoreSavePlanner(dedup_replicated_tensors=replicated, flatten_state_dict=False)
+        state = mcore.mcore_to_pyt_state_dict(by_key, False)
+        torch_checkpoint.save(state, storage_writer=self._writer, planner=planner)
 
 
 def _has_room(own_bytes: int) -> bool:
@@ -171,17 +164,11 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    adapters = optimizer.adapters
-    state = {
-        name: adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
-        for name, chunk in _named_chunks(optimizer).items()
-    }
-    if loading:
-        state = {
-            name: {key: shard for key, shard in shards.items() if EXTRA_STATE not in key}
-            for name, shards in state.items()
-        }
-    model_state = state["model"] if "model" in state else dict(state)
+    adapters, state = optimizer.adapters, {}
+    for name, chunk in _named_chunks(optimizer).items():
+        shards = adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
+        state[name] = {key: shard for key, shard in shards.items() if not (loading and EXTRA_STATE in key)}
+    model_state = state.get("model", dict(state))
     return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
 
 

@@ -39,7 +39,7 @@ ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha2
 
 
 def state_text(
-    *, optimizer_steps: int, layout: LayoutConfig, distributed_optimizer: bool | None, lora: LoraConfig | None = None
+    optimizer_steps: int, layout: LayoutConfig, *, distributed_optimizer: bool | None, lora: LoraConfig | None = None
 ) -> str:
     """Content of `actor.json`.
 

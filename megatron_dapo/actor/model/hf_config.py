@@ -174,10 +174,9 @@ MOST_REPLAYED = 256
 def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
     """`check_layout`, and raise ConfigError where experts cannot be computed as the config says."""
     check_layout(hf, actor.layout)
-    if hf.experts is not None and actor.fp8 != "none":
-        raise ConfigError(f"actor.fp8 = {actor.fp8}: not supported for a mixture of experts; set it to none")
-    if hf.experts is not None and actor.lora.rank:
-        raise ConfigError(f"actor.lora.rank = {actor.lora.rank}: not supported for a mixture of experts; set it to 0")
+    for key, value, off in (("fp8", actor.fp8, "none"), ("lora.rank", actor.lora.rank, 0)):
+        if hf.experts is not None and value != off:
+            raise ConfigError(f"actor.{key} = {value}: not supported for a mixture of experts; set it to {off}")
     experts = hf.experts.count if hf.experts is not None else 0
     if actor.routing_replay and not 0 < experts <= MOST_REPLAYED:
         raise ConfigError(

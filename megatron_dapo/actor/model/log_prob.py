@@ -149,14 +149,9 @@ class _TokenLogProbs(torch.autograd.Function):
         # Rows that were not asked for, and padding columns, keep the zeros.
         grad_logits = torch.zeros_like(logits)
         for part in _parts(len(rows), chunk):
-            grad = gradient_columns(
-                _columns(logits, rows[part], shard),
-                targets[part] - shard.start,
-                [statistic[part] for statistic in statistics],
-                down[part],
-                None if spread is None else spread[part],
-                temperature,
-            )
+            columns, own = _columns(logits, rows[part], shard), targets[part] - shard.start
+            own_statistics, own_spread = [each[part] for each in statistics], None if spread is None else spread[part]
+            grad = gradient_columns(columns, own, own_statistics, down[part], own_spread, temperature)
             grad_logits[:, : shard.size].index_copy_(0, rows[part], grad.to(logits.dtype))
         return grad_logits, None, None, None
 
@@ -187,14 +182,8 @@ class _LinearTokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen where there are adapters
         for part in _parts(shard.size, block):
             rows_of_weight = weight[part].to(wanted.dtype)
-            grad = gradient_columns(
-                (wanted @ rows_of_weight.T).to(down.dtype),
-                targets - shard.start - part.start,
-                statistics,
-                down,
-                spread,
-                temperature,
-            ).to(wanted.dtype)
+            own, given = targets - shard.start - part.start, (statistics, down, spread, temperature)
+            grad = gradient_columns((wanted @ rows_of_weight.T).to(down.dtype), own, *given).to(wanted.dtype)
             grad_wanted += grad @ rows_of_weight
             if grad_weight is not None:
                 grad_weight[part] = grad.T @ wanted

@@ -201,14 +201,10 @@ class PackedAttention(MegatronModule):
         if mask is not None:
             # On CUDA the kernel that takes a mask has no grouped queries.
             key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
-        output = scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.size(2) != key.size(2),
-        )
+        grouped = query.size(2) != key.size(2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        masking: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None}
+        output = scaled_dot_product_attention(query, key, value, **masking, enable_gqa=grouped)
         return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

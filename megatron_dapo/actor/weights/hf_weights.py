@@ -56,22 +56,15 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
 
 
 def hf_tensors(
-    chunks: Sequence[torch.nn.Module],
-    hf: HFModelConfig,
-    *,
-    dtype: torch.dtype,
-    value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
-    shards: Mapping[str, Shards] | None = None,
+    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, **what: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor on the CPU, a copy) of the whole model on global rank 0; nothing on the others.
 
     Collective: every rank must iterate to the end. Experts come from all ranks that hold them, the rest from the
-    tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. `value` gives
-    what is gathered for a parameter, of its shape, in any type: its weight, or for example
-    `lambda parameter: parameter.main_grad`; it arrives as `dtype`. Under tied weights the first stage's copy counts.
-    `shards`: what is gathered, by name; None: `model_shards`.
+    tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. Under tied
+    weights the first stage's copy counts. `what`: `value` and `shards` of `gathered_parameters`.
     """
-    for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, value=value, shards=shards):
+    for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, **what):
         if stacked is not None:
             yield from each.full(stacked).items()
         del stacked
@@ -88,7 +81,9 @@ def gathered_parameters(
     """(how a parameter is split, all its shards [ranks, *shape]) in the order of `model_shards`; None elsewhere than on
     global rank 0, and nothing at all on ranks that hold only what others hold too.
 
-    Collective as `hf_tensors`. The shards are on the device they were gathered to, and may be the live parameter; let
+    Collective as `hf_tensors`. `value` gives what is gathered for a parameter, of its shape, in any type: its weight,
+    or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. `shards`: what is gathered, by name;
+    None: `model_shards`. The shards are on the device they were gathered to, and may be the live parameter; let
     go of them before the next ones, so that one parameter is held at a time.
     """
     sends_dense = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
