@@ -11,6 +11,7 @@ import pytest
 from megatron_dapo.config import dump_config, load_config
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.monitor.writer import MetricsError
+from megatron_dapo.storage.durable import replace_file
 from megatron_dapo.storage.ledger import LedgerError
 from megatron_dapo.storage.run_dir import RunDir, RunDirError, RunDirLost, newest_step
 
@@ -121,12 +122,13 @@ def test_what_a_resume_rests_on_is_on_disk_when_it_has_its_name(tmp_path, disk):
     run_dir.write_json("heldout_before.json", {})
     assert {os.stat(path).st_ino for path in (run_dir.path, run_dir.path / "heldout_before.json")} <= disk
     disk.clear()
-    run_dir.write_json("status.json", {}, durable=False)
+    replace_file(run_dir.path / "status.json", "{}", durable=False)
     assert not disk, "every two seconds"
 
     aside = run_dir.checkpoint_aside(1)
     (aside / "file").touch()
-    folder = run_dir.publish_checkpoint(aside, 1, keep=1).folder
+    run_dir.publish_checkpoint(aside, 1, keep=1)
+    folder = run_dir.latest_checkpoint().folder
     assert {os.stat(path).st_ino for path in (folder, folder.parent)} <= disk
     run_dir.close()
 
