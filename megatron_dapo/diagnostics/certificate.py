@@ -323,10 +323,13 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 def fitting_layouts(hf: HFModelConfig, processes: int) -> list[LayoutConfig]:
     """Every layout of at most `processes` ranks that divides the model, one process without any split first."""
     fitting = []
-    for tensor, pipeline, context, data in itertools.product(range(1, processes + 1), repeat=4):
+    # Bounded size by size: of 64 cores there are 17 million quadruples, and 2 thousand of so few ranks.
+    upto = [range(1, processes // ranks + 1) for ranks in range(1, processes + 1)]
+    sizes_of = (
+        (t, p, c, d) for t in upto[0] for p in upto[t - 1] for c in upto[t * p - 1] for d in upto[t * p * c - 1]
+    )
+    for tensor, pipeline, context, data in sizes_of:
         plain = LayoutConfig(tensor=tensor, pipeline=pipeline, context=context, data=data)
-        if plain.world_size > processes:
-            continue
         stages = [None, *(range(2, hf.num_layers // pipeline + 1) if pipeline > 1 else ())]
         sequences, ranks = [False, True] if tensor > 1 else [False], tensor * context * data
         cuts = [(1, 1)]

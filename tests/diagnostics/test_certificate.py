@@ -57,6 +57,7 @@ def test_layouts_fit_the_model_and_the_processes():
         (4, None),
     }
     assert LayoutConfig(context=3) in layouts
+    assert {one for one in fitting_layouts(HF, 64) if one.world_size <= 4} == set(layouts), "at once on many cores too"
     assert [label(layout) for layout in fitting_layouts(HF, 1)] == ["one process"]
     assert label(LayoutConfig(tensor=2, sequence_parallel=True, pipeline=2, virtual_pipeline=2)) == "TP2+SP PP2 VPP2"
 
