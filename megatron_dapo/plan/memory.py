@@ -171,7 +171,8 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     if hf.experts is not None:
         inside = 2 * hf.experts.top_k * imbalance * hf.hidden_size * layout.expert_tensor
     layer = tokens * size * (whole + inside / layout.tensor)
-    layer += repeated if whole_again else repeated - tokens * size * kept_of(actor.recompute)
+    # Layers that are kept lie behind those that are repeated: backward has let go of them by then.
+    layer += repeated if whole_again >= layers else repeated - tokens * size * kept_of(actor.recompute)
     # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
     layer += max(adapted(hf, actor), default=0) * (size + 4)
     forward, update, items = {}, {}, {}

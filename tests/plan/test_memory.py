@@ -169,12 +169,15 @@ def test_the_last_stage_holds_two_logits_and_with_sequence_parallel_megatrons_bu
 
 
 def test_backward_of_a_layer_counts_where_no_logits_are_larger(constants):
-    config = load_config(RECIPES / "h100_32.yaml")
-    bare = dataclasses.replace(constants, fragmentation=0.0)
-    first, last = (rank.items["update"]["a layer's backward"] for rank in trainer_memory(Scenario(config, HF, bare)))
+    config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.recompute": "full"})
+    case = Scenario(config, HF, dataclasses.replace(constants, fragmentation=0.0))
+    first, last = (rank.items["update"]["a layer's backward"] for rank in trainer_memory(case))
     repeated = 22528 * 2 * (4 * 5120 + (2 * 40 + 2 * 8 + 40 + 8) * 128 + 3 * 27648) / 8
     assert first == pytest.approx(repeated + 22528 * 2 * (2 * 5120 + 27648 / 8), rel=0.05)
     assert last == 0
+    [some, _] = trainer_memory(case.changed({"actor.recompute": 31}))
+    freed = first - some.items["update"]["a layer's backward"]
+    assert freed == pytest.approx(repeated), "the layer that was kept is let go of before"
 
 
 def test_kv_cache_of_a_token_is_that_of_the_published_model(constants):

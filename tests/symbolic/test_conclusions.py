@@ -26,6 +26,7 @@ from megatron_dapo.plan.scenario import load_calibration, model_dimensions
 from tests.symbolic import one_rank, rank_processes
 from tests.symbolic.__main__ import report
 from tests.symbolic.findings import (
+    CAUTIOUS,
     CLOSE,
     SMALL,
     Call,
@@ -116,6 +117,8 @@ def test_the_tables_hold_peaks_waits_and_faults() -> None:
     assert len(findings.faults) == 1 + len(PHASES)
     assert Peak(rank=0, phase="update", traced=1e11 * (1 + 0.99 * CLOSE), planned=1e11).close
     assert not Peak(rank=0, phase="update", traced=1e11 * (1 + 1.01 * CLOSE), planned=1e11).close
+    assert Peak(rank=0, phase="update", traced=1e11 * (1 - 0.99 * CAUTIOUS), planned=1e11).close
+    assert not Peak(rank=0, phase="update", traced=1e11 * (1 - 1.01 * CAUTIOUS), planned=1e11).close
     assert Peak(rank=0, phase="rollout", traced=0.9 * SMALL, planned=0).close
     assert not Peak(rank=0, phase="rollout", traced=1.1 * SMALL, planned=0).close
 
