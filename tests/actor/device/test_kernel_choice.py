@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.actor.device import DeviceChoice, Found, choose, prepare_for
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.tiny import save_tiny
 
@@ -57,6 +57,12 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool],
         H100 | TE,
         (True, True, False, True),
         ["during backward (2 data"],
+    ),
+    (
+        {"device": "cuda", "data": 2, "lora": LoraConfig(rank=8)},
+        H100 | TE | {"gradient_accumulation": True},
+        (True, True, False, False),
+        ["an addition after the matrix product (actor.lora.rank = 8)", "after backward (adapters are small)"],
     ),
     ({"device": "cuda", "data": 1}, H100, (False, False, False, False), ["one data-parallel rank"]),
     (
