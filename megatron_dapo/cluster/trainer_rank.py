@@ -88,9 +88,6 @@ class TrainerRank:
         # The address is bound only after seconds of imports.
         return context.get_node_id(), gpu, f"tcp://{host}:{free_port(host)}", os.getpid()
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def device_memory(self) -> GpuMemory | None:
         """Of this rank's GPU now; None on the CPU."""
         import torch

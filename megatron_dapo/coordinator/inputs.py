@@ -76,8 +76,7 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     training, held = training_files(config.data), heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, (*training, *held))
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
-    prompts = read_prompts(training, data, choice, text.tokenizer, vocab_size=text.vocab_size)
-    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    prompts, heldout = (read_prompts(files, data, choice, text) for files in (training, held))
     choice.check_sources()
     places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
     places |= {file.verifier: f"{file.setting}.verifier" for file in training if file.verifier is not None}
@@ -113,9 +112,8 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
     held = heldout_files(config.data, config.evaluation)
     if not held:
         raise ConfigError("evaluation.path is not set: name a file of problems to answer (eval: --data FILE)")
-    choice = VerifierChoice(config.reward, held)
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
-    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    heldout = read_prompts(held, data, VerifierChoice(config.reward, held), text)
     _check_verifiers(config, {}, heldout.prompts)
     return heldout
 
