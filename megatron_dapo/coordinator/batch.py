@@ -68,16 +68,6 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
     Raises:
         ConfigError: `policy_loss` names no class that can be called with `loss_options`, or that gives no PolicyLoss.
     """
-    return PolicyObjective(
-        loss=_policy_loss(algorithm),
-        kl_coefficient=algorithm.kl.coefficient,
-        kl_estimator=algorithm.kl.estimator,
-        kl_aggregation=algorithm.kl.aggregation,
-        entropy_coefficient=algorithm.entropy_coefficient,
-    )
-
-
-def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     name, options = algorithm.policy_loss, dict(algorithm.loss_options)
     entry = LOSSES.get(name)
     for key in entry.reads if entry else ():
@@ -92,7 +82,13 @@ def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
-    return loss
+    return PolicyObjective(
+        loss=loss,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_estimator=algorithm.kl.estimator,
+        kl_aggregation=algorithm.kl.aggregation,
+        entropy_coefficient=algorithm.entropy_coefficient,
+    )
 
 
 def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
