@@ -12,7 +12,7 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 import asyncio
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
@@ -336,19 +336,11 @@ def entropy_weight(algorithm: AlgorithmConfig, last: float | None, batch: Filled
 
 
 async def update_actor(
-    trainer: "Trainer",
-    config: Config,
-    batch: FilledBatch,
-    step: int,
-    timer: StepTimer,
-    entropy: float,
-    hidden_size: int,
+    trainer: "Trainer", config: Config, batch: FilledBatch, step: int, timer: StepTimer, hidden_size: int
 ) -> tuple[list[UpdateMetrics], Correction | None]:
     """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with.
 
-    Args:
-        config: as it holds in rollout step `step`.
-        entropy: weight of the bonus.
+    `config`: as it holds in rollout step `step`, the weight of the entropy bonus too.
     """
     reference, temperature = None, config.rollout.temperature
     if config.algorithm.kl.coefficient > 0:
@@ -357,5 +349,4 @@ async def update_actor(
     correction = step_correction(batch.arrays, batch.old, config)
     with timer.measure("update"):
         batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden_size)
-        objective = objective_of(replace(config.algorithm, entropy_coefficient=entropy))
-        return await trainer.update(batches, objective, temperature), correction
+        return await trainer.update(batches, objective_of(config.algorithm), temperature), correction
