@@ -47,11 +47,6 @@ class Responses:
     """uint8 [sum of sequence_lengths, layers, k]: the experts of each token, each once; of a response's last one, whose
     output predicts nothing, 0 .. k-1. None: the routers choose."""
 
-    def __post_init__(self) -> None:
-        bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
-        if bad.size:
-            raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
-
     @classmethod
     def of(
         cls,
@@ -179,13 +174,6 @@ class MiniBatch:
 
     kl_scale: np.ndarray | None = None
     """float32 [N]: `algorithm.aggregation.kl_scale`; None: 1."""
-
-    def __post_init__(self) -> None:
-        for name, column in self.columns.items():
-            finite = np.isfinite(column)
-            if not finite.all():
-                where = int(np.argmin(finite))
-                raise ValueError(f"MiniBatch: {name}[{where}] = {column[where]}; every entry must be a finite number")
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
