@@ -13,14 +13,14 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import config_checks, machine_checks
 from megatron_dapo.doctor.config_checks import examine, findings_of
-from megatron_dapo.doctor.probing import Facts, Status
+from megatron_dapo.doctor.probing import Facts
 from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
-PASS, WARNING, FAIL = Status.PASS, Status.WARNING, Status.FAIL
+PASS, WARNING, FAIL = "pass", "warning", "fail"
 
 
 @pytest.fixture(autouse=True)
