@@ -229,7 +229,9 @@ def _to(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) ->
     tensor, *rest = args
     target = kwargs.pop("device", None)
     if target is None and rest and isinstance(rest[0], (torch.device, str, int)):
-        target = rest.pop(0)
+        target, *rest = rest
+        kwargs |= {name: value for name, value in zip(("dtype", "non_blocking", "copy"), rest, strict=False) if value}
+        rest = []
     elif rest and isinstance(rest[0], torch.Tensor):
         other = rest.pop(0)
         target, kwargs["dtype"] = (CUDA if other in device.here else CPU), other.dtype
