@@ -99,5 +99,9 @@ class RewardConfig:
     memory_mb: Annotated[int, Field(gt=0)] = 2048
     """Address space a worker may take beyond what it holds at its start."""
 
+    code_reads: tuple[Annotated[str, Field(pattern="^/[^:]*$")], ...] = ()
+    """Folders and files that tests of `code` may read besides Python's own. `[/]`: all that the run may read, also
+    where the kernel has no Landlock, without which `code` is refused."""
+
     remote: RemoteConfig = RemoteConfig()
     remote_environment: ServiceConfig = ServiceConfig()

@@ -222,7 +222,7 @@ class RewardPool:
 
     async def _start(self, niceness: int, attempt: int = 1) -> WorkerProcess:
         """A worker that is ready. Raises PoolError: none comes up."""
-        process = WorkerProcess(self._config.memory_mb, niceness)
+        process = WorkerProcess(self._config, niceness)
         self._processes.add(process)
         try:
             await process.wait_ready()

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from reward.code.landlock import READS
+from reward.config import RewardConfig
 from reward.environment import Step, Stepped
 from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Job, Reply, Result, decode_reply, encode_order
 from reward.verdict import Deferred
@@ -28,11 +30,12 @@ _LOG_TAIL = 2000
 _PART_BYTES = 1 << 20
 
 
-def worker_environment() -> dict[str, str]:
+def worker_environment(config: RewardConfig) -> dict[str, str]:
     """Environment of a process that finds the same modules as this one, the user's in the working directory last, and
     computes in one thread."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
-    return os.environ | dict.fromkeys(_THREADS, "1") | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), READS: os.pathsep.join(config.code_reads)}
+    return os.environ | dict.fromkeys(_THREADS, "1") | own
 
 
 class WorkerStartError(RuntimeError):
@@ -50,7 +53,7 @@ class WorkerLost(Exception):
 class WorkerProcess:
     """A running worker, for one task of one event loop."""
 
-    def __init__(self, memory_mb: int, niceness: int) -> None:
+    def __init__(self, config: RewardConfig, niceness: int) -> None:
         """Starts the process, `niceness` below this one's priority; `wait_ready` must follow.
 
         It dies with the thread that calls this.
@@ -60,14 +63,14 @@ class WorkerProcess:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._used = False
         with theirs:
-            settings = [theirs.fileno(), os.getpid(), memory_mb, niceness]
+            settings = [theirs.fileno(), os.getpid(), config.memory_mb, niceness]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "reward.pool.worker", *map(str, settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(),),
-                env=worker_environment(),
+                env=worker_environment(config),
                 start_new_session=True,  # Ctrl-C reaches a whole group; the run ends its workers itself
             )
         self.pid = self._process.pid
