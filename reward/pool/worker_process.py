@@ -6,6 +6,7 @@ main module. This starts in about 0.1 s and imports nothing but the verifiers.
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from typing import IO
 from reward.code.landlock import READS
 from reward.config import RewardConfig
 from reward.environment import Step, Stepped
-from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Job, Reply, Result, decode_reply, encode_order
+from reward.pool.messages import FRAME_LIMIT, HEADER, READY, Job, Reply, Result, decode_reply, encode_order, needed
 from reward.verdict import Deferred
 
 START_LIMIT_S = 120.0
@@ -62,6 +63,8 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._used = False
+        self._imported = set[str]()
+        """What slow jobs needed before, as `needed`."""
         with theirs:
             settings = [theirs.fileno(), os.getpid(), config.memory_mb, niceness]
             self._process = subprocess.Popen(
@@ -79,7 +82,7 @@ class WorkerProcess:
         """Waits until the worker serves. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await self._receive()
+                await self._receive(0)
         except (EOFError, OSError) as error:
             why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else await self._death()
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
@@ -88,44 +91,53 @@ class WorkerProcess:
         finally:
             self._log.close()  # a worker that is ready writes to /dev/null
 
-    async def judge(self, jobs: Sequence[Job], *, alone: bool, limit_s: float) -> Sequence[Result]:
-        """Their results, in at most `limit_s` of wall-clock time, imports not counted; `alone` as in `encode_order`.
+    async def judge(self, jobs: Sequence[Job], *, slow: bool, limit_s: float) -> Sequence[Result]:
+        """Their results, in at most `limit_s` of wall-clock time, imports not counted.
+
+        Args:
+            slow: they are for a slow verifier, an environment or algebra, and may need imports; else for fast ones.
 
         Raises:
             WorkerLost: there are none, or one that took all memory.
         """
-        again, self._used, start = self._used, True, time.monotonic()
+        again, self._used, start = self._used or len(jobs) > 1, True, time.monotonic()
+        needs = {needed(job) for job in jobs} - self._imported if slow else set[str]()
+        number, stepping = secrets.randbits(64), isinstance(jobs[0], Step)
         try:
-            async with asyncio.timeout(START_LIMIT_S if alone else limit_s) as limit:
-                await self._send(encode_order(jobs, alone))
-                if alone:
-                    if await self._receive() is not READY:
+            async with asyncio.timeout(START_LIMIT_S if needs else limit_s) as limit:
+                await self._send(encode_order(jobs, bool(needs)), number)
+                if needs:
+                    if await self._receive(number) is not READY:
                         raise ValueError("an unexpected reply: the next one would belong to another request")
                     limit.reschedule(asyncio.get_running_loop().time() + limit_s)
-                results = await self._receive()
+                    self._imported |= needs
+                results = await self._receive(number)
             if results is READY or len(results) != len(jobs):
                 raise ValueError("a reply that is no result")
-            if isinstance(jobs[0], Step) is not isinstance(results[0], Stepped):
+            if any(isinstance(each, Stepped) is not stepping for each in results):
                 raise ValueError("a reply to another question")
-            if alone and not isinstance(results[0], Deferred) and results[0].error == "memory":
+            if slow and any(not isinstance(each, Deferred) and each.error == "memory" for each in results):
                 raise MemoryError
             return results
         except MemoryError:
             reason = "memory"
         except TimeoutError:
-            reason, again = "timeout", False
+            reason, again = "timeout", len(jobs) > 1
         except ValueError as error:  # the worker still runs: there is no exit code to report
             reason = f"worker: {error}"[:200]
         except (EOFError, OSError):  # somebody else may have killed it, as the kernel does where memory is short
             reason, again = await self._death(), True
         raise WorkerLost(reason, time.monotonic() - start, again)
 
-    async def _send(self, content: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(content)) + content)
+    async def _send(self, content: bytes, number: int) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content), number) + content)
 
-    async def _receive(self) -> Reply:
-        """The next reply. Raises EOFError, OSError (the worker is gone), ValueError (it is no reply)."""
-        (length,) = LENGTH.unpack(await self._read(LENGTH.size))
+    async def _receive(self, number: int) -> Reply:
+        """The next reply, to the order of this number. Raises EOFError, OSError (the worker is gone), ValueError (it is
+        no reply, or to another order)."""
+        length, answered = HEADER.unpack(await self._read(HEADER.size))
+        if answered != number:
+            raise ValueError("a reply to another order")
         if length > FRAME_LIMIT:
             raise EOFError(f"frame of {length} bytes; the limit is {FRAME_LIMIT}")
         return decode_reply(await self._read(length))
