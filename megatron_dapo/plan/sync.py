@@ -50,9 +50,9 @@ def bucket_bytes(case: Scenario) -> float:
 
 def rank_bytes(case: Scenario) -> float:
     """On the GPU of trainer rank 0: the whole of one parameter is gathered there, and joined once more, in a copy
-    (`disk`) or in its bucket."""
+    (`disk`) or in its bucket, while the bucket before is sent."""
     largest = largest_parameter(case)
-    joined = largest if case.config.rollout.weight_sync == "disk" else bucket_bytes(case)
+    joined = largest if case.config.rollout.weight_sync == "disk" else 2 * bucket_bytes(case)
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
     return largest + joined + 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
 

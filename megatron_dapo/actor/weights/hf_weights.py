@@ -193,7 +193,8 @@ def stream_weights(
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
 
-    Rank 0 then holds one bucket and one gathered parameter besides the model, any other rank at most one parameter.
+    Rank 0 then holds one gathered parameter besides the model and the sink's buffers, two at a time; any other rank at
+    most one parameter.
 
     Raises:
         Exception: what the sink raised, on rank 0, after the other ranks have sent everything.
