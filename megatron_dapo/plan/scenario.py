@@ -167,6 +167,11 @@ class Scenario:
         return self.hf.vocab_size * self.hf.hidden_size if self.config.model.upcasts_head else 0
 
     @property
+    def weight_sync(self) -> str:
+        """`rollout.weight_sync`, decided for GPUs."""
+        return self.config.rollout.way_of_weights(own_gpus=self.config.run.mode != "colocated")
+
+    @property
     def servers(self) -> int:
         """How many, whoever runs them."""
         return len(self.config.rollout.urls) or self.config.rollout.servers

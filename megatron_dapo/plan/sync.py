@@ -12,7 +12,7 @@ def sync_seconds(case: Scenario) -> float:
 
     What runs on a GPU at its memory's speed (checksums of tensors there, a server's copies) is not counted.
     """
-    model, constants, way = case.model_bytes, case.constants, case.config.rollout.weight_sync
+    model, constants, way = case.model_bytes, case.constants, case.weight_sync
     if way == "disk":
         # Rank 0 gathers, and writes while it hashes; then the servers of every node read. The first on a node fills
         # its page cache; all wait for the same disk.
@@ -52,7 +52,7 @@ def rank_bytes(case: Scenario) -> float:
     """On the GPU of trainer rank 0: the whole of one parameter is gathered there, and joined once more, in a copy
     (`disk`) or in its bucket, while the bucket before is sent."""
     largest = largest_parameter(case)
-    joined = largest if case.config.rollout.weight_sync == "disk" else 2 * bucket_bytes(case)
+    joined = largest if case.weight_sync == "disk" else 2 * bucket_bytes(case)
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
     return largest + joined + 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
 
@@ -60,14 +60,14 @@ def rank_bytes(case: Scenario) -> float:
 def server_bytes(case: Scenario) -> float:
     """On each GPU of a server, outside `memory_fraction`: in a process group SGLang receives the tensors of a bucket
     and joins them."""
-    return 2 * bucket_bytes(case) if case.config.rollout.weight_sync == "distributed" else 0.0
+    return 2 * bucket_bytes(case) if case.weight_sync == "distributed" else 0.0
 
 
 def host_bytes(case: Scenario) -> dict[str, float]:
     """In host memory of trainer rank 0, and of all nodes that read a weight version, by what holds them."""
-    if case.config.rollout.weight_sync == "tensor":
+    if case.weight_sync == "tensor":
         return {"rank 0: one bucket": bucket_bytes(case)}
-    if case.config.rollout.weight_sync == "distributed":
+    if case.weight_sync == "distributed":
         return {}
     file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)
     return {
