@@ -99,7 +99,7 @@ class Calibration:
     disk_write: PositiveFloat
     disk_read: PositiveFloat
     gather_bandwidth: PositiveFloat
-    checksum_bandwidth: PositiveFloat
+    send_bandwidth: PositiveFloat
     mean_response: PositiveFloat
     response_sigma: NonNegativeFloat
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
