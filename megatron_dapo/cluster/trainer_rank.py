@@ -104,7 +104,8 @@ class TrainerRank:
         """
         self._rank = rank
         self._log_to_file()
-        if group := group_environment(config.rollout):  # before NCCL is used, where nobody has set it
+        own_gpus = config.actor.device != "cpu" and config.run.mode != "colocated"
+        if group := group_environment(config.rollout, own_gpus=own_gpus):  # before NCCL is used; without it no matter
             # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a
             # rank.
             os.environ.update(group | {"TORCH_NCCL_ENABLE_MONITORING": "0"} | os.environ)

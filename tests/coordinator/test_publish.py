@@ -13,7 +13,7 @@ import pytest
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
-from megatron_dapo.coordinator.publish import TrainerWeights
+from megatron_dapo.coordinator.publish import TrainerWeights, way_of_weights
 from rollout.config import RolloutConfig
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
@@ -41,14 +41,39 @@ class Recorded(Trainer):
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
-    context = SimpleNamespace(
-        config=SimpleNamespace(rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0)),
+    return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"))
+
+
+def context_of(trainer: Trainer, transport: str, shared_gpu: bool, mode: str = "sync") -> Any:
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0), run=SimpleNamespace(mode=mode)
+        ),
         run_dir=SimpleNamespace(path=Path("/run")),
         trainer=trainer,
         fleet=SimpleNamespace(kinds=(CPU,)),
         shared_gpu=shared_gpu,
     )
-    return TrainerWeights(context, Path("weights/v3"))
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "shared", "mode", "way"),
+    [
+        (True, False, "sync", "distributed"),
+        (True, False, "async", "distributed"),
+        (True, True, "sync", "disk"),
+        (True, False, "colocated", "disk"),
+        (False, False, "sync", "disk"),
+    ],
+)
+def test_the_way_is_chosen_by_whose_the_gpus_are(use_gpu: bool, shared: bool, mode: str, way: str) -> None:
+    async def test() -> None:
+        trainer = Recorded(use_gpu=use_gpu)
+        assert RolloutConfig().weight_sync == "auto"
+        assert way_of_weights(context_of(trainer, "auto", shared, mode)) == way
+        assert way_of_weights(context_of(trainer, "tensor", shared, mode)) == "tensor"
+
+    asyncio.run(test())
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
@@ -91,15 +116,18 @@ class Built(Exception):
 
 
 @pytest.mark.parametrize(
-    ("sync", "users", "wanted"),
+    ("sync", "device", "mode", "users", "wanted"),
     [
-        ("distributed", {}, ("0", "0", "0")),
-        ("distributed", {"NCCL_CUMEM_ENABLE": "1"}, ("1", "0", "0")),
-        ("disk", {}, (None, None, None)),
+        ("distributed", "cpu", "sync", {}, ("0", "0", "0")),
+        ("auto", "auto", "sync", {}, ("0", "0", "0")),
+        ("auto", "cuda", "async", {"NCCL_CUMEM_ENABLE": "1"}, ("1", "0", "0")),
+        ("auto", "cuda", "colocated", {}, (None, None, None)),
+        ("auto", "cpu", "sync", {}, (None, None, None)),
+        ("disk", "cuda", "sync", {}, (None, None, None)),
     ],
 )
 def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_uses_nccl(
-    monkeypatch: pytest.MonkeyPatch, sync: str, users: dict, wanted: tuple
+    monkeypatch: pytest.MonkeyPatch, sync: str, device: str, mode: str, users: dict, wanted: tuple
 ) -> None:
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ENABLE_MONITORING")
     found: list[tuple] = []
@@ -120,10 +148,10 @@ def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_u
     layout = SimpleNamespace(world_size=1)
     config = SimpleNamespace(
         rollout=RolloutConfig(weight_sync=sync),
-        actor=SimpleNamespace(layout=layout),
+        actor=SimpleNamespace(layout=layout, device=device),
         model=None,
         algorithm=SimpleNamespace(mini_batches_per_step=1, kl=SimpleNamespace(coefficient=0.0)),
-        run=SimpleNamespace(seed=1),
+        run=SimpleNamespace(seed=1, mode=mode),
     )
     with pytest.raises(Built):
         rank.build(config, 0, "file:///nowhere", 1.0)  # type: ignore[arg-type]

@@ -228,7 +228,10 @@ def test_a_run_directory_is_free_or_goes_on_or_is_taken(config):
 
 def test_a_disk_with_room_passes_and_keeps_nothing(config, tmp_path):
     before = sorted(tmp_path.iterdir())
-    assert of(config_checks.check_disk, config)[0][0] is PASS
+    room, way = of(config_checks.check_disk, config)
+    assert (room[0], way[1]) == (PASS, "new weights reach the servers by: disk")
+    [_, way] = of(config_checks.check_disk, config, {"actor.device": "cuda"})
+    assert way[1] == "new weights reach the servers by: distributed"
     assert sorted(tmp_path.iterdir()) == before
 
 
