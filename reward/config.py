@@ -100,8 +100,8 @@ class RewardConfig:
     """Address space a worker may take beyond what it holds at its start."""
 
     code_reads: tuple[Annotated[str, Field(pattern="^/[^:]*$")], ...] = ()
-    """Folders and files that tests of `code` may read besides Python's own. `[/]`: all that the run may read, also
-    where the kernel has no Landlock, without which `code` is refused."""
+    """What tests of `code` may read besides Python's files. `[/]`: everything; needed where the kernel has no
+    Landlock."""
 
     remote: RemoteConfig = RemoteConfig()
     remote_environment: ServiceConfig = ServiceConfig()

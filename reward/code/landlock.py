@@ -11,10 +11,8 @@ import struct
 import sys
 from collections.abc import Sequence
 
+from reward.code import READS
 from reward.code.seccomp import LockError, forbid_privileges
-
-READS = "REWARD_CODE_READS"
-"""Variable of a worker that holds `reward.code_reads`, as PATH holds folders."""
 
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo",
            "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf",
@@ -40,20 +38,15 @@ def confine(paths: Sequence[str]) -> None:
     is open stays open.
 
     Raises:
-        LockError: this system cannot do that, or one of them cannot be opened.
+        LockError: this system cannot do that.
+        OSError: one of them cannot be opened.
     """
     if "/" in paths:
         return
-    version = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION)
-    if version < 1:
-        raise LockError("this kernel has no Landlock (Linux 5.13); reward.code_reads=[/] lets tests read every file")
-    rights = struct.pack("Q", (1 << _RIGHTS.get(version, 16)) - 1)
-    ruleset = _call(_CREATE_RULESET, rights, len(rights), 0)
+    rights = _RIGHTS.get(_call(_CREATE_RULESET, None, 0, _VERSION), 16)
+    ruleset = _call(_CREATE_RULESET, struct.pack("Q", (1 << rights) - 1), 8, 0)
     for path in paths:
-        try:
-            descriptor = os.open(path, os.O_PATH)
-        except OSError as error:
-            raise LockError(f"reward.code_reads: {error}") from None
+        descriptor = os.open(path, os.O_PATH)
         allowed = _READ_FILE | (_READ_FOLDER if os.path.isdir(path) else 0)
         _call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, descriptor), 0)
         os.close(descriptor)
@@ -62,8 +55,11 @@ def confine(paths: Sequence[str]) -> None:
     os.close(ruleset)
 
 
-def _call(number: int, *arguments: int | bytes) -> int:
+def _call(number: int, *arguments: int | bytes | None) -> int:
     result: int = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
     if result < 0:
-        raise LockError(f"Landlock's system call {number} is refused (errno {ctypes.get_errno()})")
+        raise LockError(
+            f"Linux 5.13 has Landlock, this kernel refuses its call {number} (errno {ctypes.get_errno()}); "
+            "reward.code_reads=[/] lets tests read every file"
+        )
     return result

@@ -38,7 +38,7 @@ def main() -> None:
         except Exception as error:  # no Python, too deep, null bytes: wrong, and nothing is run
             failure = type(error).__name__
         seccomp.lock()
-    except seccomp.LockError as error:
+    except (seccomp.LockError, OSError) as error:  # the latter: a path of reward.code_reads
         send(replies, {"open": str(error)})
         return
     send(replies, {"locked": failure})

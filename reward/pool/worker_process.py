@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from reward.code.landlock import READS
+from reward.code import READS
 from reward.config import RewardConfig
 from reward.environment import Step, Stepped
 from reward.pool.messages import FRAME_LIMIT, HEADER, READY, Job, Reply, Result, decode_reply, encode_order, needed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reward.code.landlock import READS
+from reward.code import READS
 from tests.reward.test_code import ADD, right
 
 FORGED = """
