@@ -36,12 +36,12 @@ from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LearningRate, MiniBatch, Responses
 from megatron_dapo.algorithm.aggregation import token_weights
-from megatron_dapo.algorithm.policy_loss import SupervisedObjective
 from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
 from megatron_dapo.config.run_config import ModelConfig
 from respond import load, respond
 from reward.verdict import Judgement, VerificationRequest
 from reward.verifiers.robust import judge
+from supervised import SupervisedObjective
 from task import MOST_STEPS, Problem, Split, problems, rambling
 
 BASE = Path(__file__).parent / "base"

@@ -8,7 +8,7 @@
 # ruff: noqa: F722  (the strings in annotations are jaxtyping shapes)
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -83,17 +83,3 @@ class PolicyObjective:
             return kl_estimate(log_probs, columns.reference_log_probs, self.kl_estimator)
         responses = {"sequence_index": columns.sequence_index, "sequence_lengths": columns.sequence_lengths}
         return sequence_kl_estimate(log_probs, columns.reference_log_probs, self.kl_estimator, **responses)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SupervisedObjective:
-    """Cross-entropy on given responses, -log pi(y_t): used to teach a base model before reinforcement learning."""
-
-    stat_names: ClassVar[tuple[str, ...]] = ()
-    uses_entropy_gradient: ClassVar[bool] = False
-
-    def __call__(
-        self, log_probs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], columns: LossColumns | None = None
-    ) -> TokenLoss:
-        """-log pi(y_t) of each token, in nats."""
-        return TokenLoss(loss=-log_probs, stats={})

@@ -32,7 +32,6 @@ from megatron_dapo.config.algorithm_config import ESTIMATORS, AdvantageConfig, A
 from megatron_dapo.config.root import Config
 from megatron_dapo.config.run_config import MonitorConfig
 from megatron_dapo.experience.groups import Admission, ScoredGroup
-from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
 from reward.registry import load_named
 from rollout.fleet.member import end_all
@@ -284,18 +283,14 @@ class FilledBatch:
     gap: Gap
 
 
-def filled_batch(
-    admission: Admission, old: LogProbs, config: Config, weight_version: int, console: Console
-) -> FilledBatch:
+def filled_batch(admission: Admission, old: LogProbs, config: Config, weight_version: int) -> FilledBatch:
     """`old`: of the kept groups, in order; `weight_version`: the trainer's. Raises as `check_mismatch`."""
     arrays = step_arrays(admission.kept, config)
-    gap = check_mismatch(old, arrays, weight_version, config.monitor, console)
+    gap = check_mismatch(old, arrays, weight_version, config.monitor)
     return FilledBatch(admission=admission, arrays=arrays, old=old, gap=gap)
 
 
-def check_mismatch(
-    old: LogProbs, arrays: StepArrays, weight_version: int, limits: MonitorConfig, console: Console
-) -> Gap:
+def check_mismatch(old: LogProbs, arrays: StepArrays, weight_version: int, limits: MonitorConfig) -> Gap:
     """The gap between engine and trainer, apart for tokens of the current weights and of older ones.
 
     Where all tokens are older (`async` with fast servers), their gap is judged by the upper limit: it has the update in
@@ -319,8 +314,6 @@ def check_mismatch(
             f"mean |engine - trainer| log-prob{of} is {mean_abs:.3g}, above monitor.mismatch_stop = "
             f"{limits.mismatch_stop:g}: the servers do not hold the trainer's model"
         )
-    if judged is gap.current and mean_abs > limits.mismatch_warn:
-        console.note(f"warning: mean |engine - trainer| log-prob is {mean_abs:.3g} (monitor.mismatch_warn)")
     return gap
 
 

@@ -55,7 +55,7 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
             old = await stream.finish()
     if admission.limit_reached:
         context.console.note(f"step {step}: over-sampling limit reached, training on {len(admission.kept)} groups")
-    return filled_batch(admission, old, config, progress.weight_version, context.console)
+    return filled_batch(admission, old, config, progress.weight_version)
 
 
 async def learn(

@@ -56,8 +56,6 @@ class _Work:
 
     jobs: Sequence[Job]
     results: Future[Sequence[Result]] = field(default_factory=Future)
-    alone: bool = False
-    """Whether a worker gets it without other work."""
 
     @property
     def characters(self) -> int:
@@ -129,7 +127,7 @@ class RewardPool:
 
     async def _step_here(self, step: Step, *, last: bool = False) -> Stepped:
         """The answer of a worker, which comes straight to the caller's event loop; `last` as in `_alone`."""
-        work = _Work([step], alone=last)
+        work = _Work([step])
         self._loop.call_soon_threadsafe(self._enqueue, self._steps, [work])
         try:
             (stepped,) = await self._wait(work.results)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.quickstart.supervised import SupervisedObjective
 from megatron_dapo.actor.step_data import LearningRate, LogProbs, UpdateMetrics
-from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import OptimizerConfig
 from tests.actor.gloo import RankPlace, errors_of
 from tests.actor.mini_batches import (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.quickstart.supervised import SupervisedObjective
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.algorithm.losses.cispo import CISPO
@@ -16,7 +17,7 @@ from megatron_dapo.algorithm.losses.gmpo import GMPO
 from megatron_dapo.algorithm.losses.gspo import GSPO
 from megatron_dapo.algorithm.losses.reinforce import Reinforce
 from megatron_dapo.algorithm.losses.sapo import SAPO
-from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.diagnostics.certificate import choose_layouts, fitting_layouts
 from tests.actor.gloo import RankPlace

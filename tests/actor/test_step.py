@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from examples.quickstart.supervised import SupervisedObjective
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.losses.clipped import Clipped
-from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from tests.actor.gloo import RankPlace, errors_of
 from tests.actor.mini_batches import (
     TEMPERATURE,

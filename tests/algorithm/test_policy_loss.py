@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
+from examples.quickstart.supervised import SupervisedObjective
 from megatron_dapo.algorithm.losses.clipped import Clipped, clipped_surrogate
-from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.algorithm.token_loss import LossColumns, importance_ratio
 
 LOW, HIGH, DUAL = 0.2, 0.28, 10.0

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.algorithm.policy_loss import PolicyObjective, SupervisedObjective
+from examples.quickstart.supervised import SupervisedObjective
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.quickstart.supervised import SupervisedObjective
 from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.algorithm.policy_loss import SupervisedObjective
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.trainer_time import forward_flops
 from rollout.generation import Generation, RoutingShape
