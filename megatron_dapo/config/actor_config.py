@@ -10,10 +10,13 @@ from megatron_dapo.config.base import STRICT, DecayRates
 
 def _recompute(value: Any, validate: Any) -> Any:
     try:
-        return validate(value)
+        found = validate(value)
     except ValidationError:  # which speaks of each kind of value by itself
         wanted = "none, full, a number of layers, or a list of mlp, moe, layernorm, core_attn"
         raise ValueError(f"must be {wanted}") from None
+    if isinstance(found, tuple) and len(set(found)) < len(found):
+        raise ValueError("must name each part once")
+    return found
 
 
 Modules = Annotated[tuple[Literal["mlp", "moe", "layernorm", "core_attn"], ...], Field(strict=False, min_length=1)]
