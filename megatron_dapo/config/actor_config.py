@@ -135,9 +135,9 @@ class ActorConfig:
     `layernorm` (the one before experts, with TransformerEngine), `core_attn` (saves nothing with TransformerEngine)."""
 
     overlap: bool | None = None
-    """Communicate while computing: sum gradients over data-parallel ranks in backward, gather the distributed
-    optimizer's weights in forward (neither with adapters), pass on virtual stages' outputs. Not between tensor-parallel
-    ranks: TransformerEngine's buffers for it have one shape. None: on CUDA; virtual stages everywhere."""
+    """Communicate while computing: sum gradients in backward, gather the distributed optimizer's weights in forward
+    (not with adapters), pass on virtual stages' outputs. Not tensor parallelism: TransformerEngine's userbuffers need
+    one shape. None: on CUDA; virtual stages everywhere."""
 
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 format of matrix products inside the layers, by TransformerEngine on CUDA. `hybrid`: E4M3 forward, E5M2

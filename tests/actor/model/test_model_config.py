@@ -199,6 +199,11 @@ def test_parts_that_cannot_be_recomputed_are_refused(load, model, fields, words)
         check_actor(load(**model), ActorConfig(**fields))
 
 
+def test_as_many_layers_as_a_stage_has_can_be_recomputed(load):
+    check_actor(load(), ActorConfig(recompute=4))
+    check_actor(load(), ActorConfig(recompute=1, layout=VIRTUAL))
+
+
 def test_the_dense_size_of_a_model_of_experts_means_nothing(load):
     layout = {"tensor": 2, "sequence_parallel": True, "expert": 2}
     check_layout(load(**EXPERTS, intermediate_size=97), LayoutConfig(**layout))
