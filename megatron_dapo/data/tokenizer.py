@@ -5,30 +5,19 @@ rows are taken, far less work than the tokenizer's own `decode`, and the same te
 """
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 import pyarrow
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_dapo.data.hub import model_hint
 
 PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
 """Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
-
-_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_PLAIN_SETTINGS = ("tokenizer_class", "backend", "model_max_length", "clean_up_tokenization_spaces", "chat_template")
-"""Keys of tokenizer_config.json that change nothing of what tokenizer.json says of text and ids."""
-_MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
-"""What transformers reads beside tokenizer_config.json."""
-_OTHER_TEMPLATE = re.compile(r"\b(generation|strftime_now|tools|documents)\b")
-"""What only transformers gives a chat template."""
 
 
 class TokenizerError(ValueError):
@@ -101,85 +90,22 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
     return TextTools(tokenizer=tokenizer, stop_token_ids=stops, vocab_size=vocab_size)
 
 
-class FileTokenizer:
-    """`tokenizer.json` by the tokenizers library alone: importing transformers costs seconds of every start."""
-
-    clean_up_tokenization_spaces = False
-
-    def __init__(self, folder: Path, named: Mapping[str, str], chat_template: str | None) -> None:
-        """`named`: {"eos_token": "</s>", ...}, which a chat template may use."""
-        from tokenizers import Tokenizer
-
-        self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.backend_tokenizer.no_truncation()
-        self.backend_tokenizer.no_padding()
-        eos = named.get("eos_token")
-        self.eos_token_id = None if eos is None else self.backend_tokenizer.token_to_id(eos)
-        self.chat_template = chat_template
-        self._named = named
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of `text`."""
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `token_ids`."""
-        return self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], *, tokenize: bool = False, add_generation_prompt: bool = False
-    ) -> str:
-        """As transformers renders it, always to text."""
-        if self.chat_template is None:
-            raise ValueError("there is none; data.template=plain takes prompts as they are")
-        return _compiled(self.chat_template).render(
-            messages=conversation, add_generation_prompt=add_generation_prompt, **self._named
-        )
-
-
-@lru_cache(maxsize=4)
-def _compiled(template: str) -> jinja2.Template:
-    def fail(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = fail
-    return environment.from_string(template)
-
-
 def _load_tokenizer(folder: Path) -> Any:
-    """A `FileTokenizer` where transformers would read tokenizer.json as it is too, else transformers' tokenizer."""
-    file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    settings = read_json(file) if file.is_file() else {}
-    named = {name: settings[name] for name in _NAMED_TOKENS if settings.get(name) is not None}
-    template = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
-    if (
-        settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
-        and not any((folder / name).exists() for name in _MORE_FILES)
-        and not settings.get("clean_up_tokenization_spaces")
-        and set(settings) <= {*_PLAIN_SETTINGS, *_NAMED_TOKENS}
-        and all(isinstance(token, str) for token in named.values())
-        and (template is None or (isinstance(template, str) and not _OTHER_TEMPLATE.search(template)))
-    ):
-        light = _read_by(FileTokenizer, folder, named, template)
-        added = light.backend_tokenizer.get_added_tokens_decoder().values()
-        if set(named.values()) <= {token.content for token in added if token.special}:
-            return light
-    from transformers import AutoTokenizer
-
-    tokenizer = _read_by(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+    """As AutoTokenizer loads it; importing that costs two seconds, of which a file that names its class itself needs
+    half a one."""
+    file = folder / "tokenizer_config.json"
+    try:
+        if file.is_file() and read_json(file).get("tokenizer_class") == "PreTrainedTokenizerFast":
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader  # type: ignore[assignment]
+        tokenizer = Loader.from_pretrained(str(folder), local_files_only=True)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the libraries raise anything for a damaged file, bare Exception too
+        raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error!r})") from None
     _check_class(folder, tokenizer)
     return tokenizer
-
-
-def _read_by(load: Callable[..., Any], folder: Path, *arguments: Any, **options: Any) -> Any:
-    try:
-        return load(folder, *arguments, **options)
-    except Exception as error:  # both libraries raise anything for a damaged file, bare Exception too
-        raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error!r})") from None
 
 
 def _check_class(folder: Path, tokenizer: Any) -> None:
