@@ -98,7 +98,7 @@ def _load_tokenizer(folder: Path) -> Any:
         if file.is_file() and read_json(file).get("tokenizer_class") == "PreTrainedTokenizerFast":
             from transformers import PreTrainedTokenizerFast as Loader
         else:
-            from transformers import AutoTokenizer as Loader  # type: ignore[assignment]
+            from transformers import AutoTokenizer as Loader
         tokenizer = Loader.from_pretrained(str(folder), local_files_only=True)
     except TokenizerError:
         raise
