@@ -82,16 +82,16 @@ def plan(
     keep: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Search without a change of this key.")] = None,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
-    from megatron_dapo.cli.plan import plan_command, search_command
+    from megatron_dapo.cli.plan import plan_command, planned, search_command
+    from megatron_dapo.plan.search import MODES
 
     if not search and (any_mode or keep):
         raise typer.BadParameter("--any-mode and --keep need --search")
     assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
-    assumed["pass_rate"] = pass_rate
+    case, source = planned(config, overrides or [], calibration, pass_rate=pass_rate, **assumed)
     if search:
-        how = {"any_mode": any_mode, "keep": keep or []}
-        raise typer.Exit(search_command(config, overrides or [], calibration, as_json=json, **how, **assumed))
-    raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
+        raise typer.Exit(search_command(case, tuple(MODES) if any_mode else (), keep or [], as_json=json))
+    raise typer.Exit(plan_command(case, source, as_json=json))
 
 
 def check(config: ConfigFile, overrides: Overrides = None) -> None:

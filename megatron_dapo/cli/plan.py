@@ -1,7 +1,7 @@
 """`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,56 +14,47 @@ from megatron_dapo.plan.memory import PHASES
 from megatron_dapo.plan.planner import Plan, headroom, make_plan, remedies
 from megatron_dapo.plan.rank_state import active_parameters, model_parameters
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
-from megatron_dapo.plan.search import MODES, search
+from megatron_dapo.plan.search import search
 
 
-def plan_command(
-    path: Path, overrides: Sequence[str], calibration: Path | None, *, as_json: bool, **assumed: float | None
-) -> ExitCode:
-    """Print the plan. FINISHED if everything fits, else CONFIG.
-
-    Args:
-        assumed: constants that take another value than the calibration's, where one is given.
+def plan_command(case: Scenario, source: str, *, as_json: bool) -> ExitCode:
+    """Print the plan. FINISHED if everything fits, else CONFIG. `source`: where the model's sizes come from.
 
     Raises:
-        ConfigError: a config or a calibration that is none, or a layout that does not divide the model.
+        ConfigError: a layout that does not divide the model.
     """
-    case, source = _scenario(path, overrides, calibration, assumed)
     plan = make_plan(case)
     ways = [] if plan.fits else remedies(plan.case)
     print(json.dumps(_tree(source, plan, ways), indent=2) if as_json else _page(source, plan, ways))
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
-def search_command(
-    path: Path,
-    overrides: Sequence[str],
-    calibration: Path | None,
-    *,
-    as_json: bool,
-    any_mode: bool,
-    keep: Sequence[str],
-    **assumed: float | None,
-) -> ExitCode:
+def search_command(case: Scenario, modes: Sequence[str], keep: Sequence[str], *, as_json: bool) -> ExitCode:
     """Print the fastest plans for the config's GPUs, and the keys that make the first of it. CONFIG if nothing fits.
 
     Raises:
-        ConfigError: as `plan_command`; `keep` has what is no key.
+        ConfigError: `keep` has what is no key.
     """
-    case, _ = _scenario(path, overrides, calibration, assumed)
     if unknown := sorted(set(keep) - flatten_config(case.config).keys()):
         raise ConfigError(f"--keep {unknown[0]}: no key of a config; megatron-dapo check CONFIG.yaml prints all")
-    plans = search(case, tuple(MODES) if any_mode else (), keep=keep)
+    plans = search(case, modes, keep=keep)
     found = [{"set": _changes(case, plan), **_figures(plan)} for plan in plans]
     page = text_page("megatron_dapo.plan", "search.txt.j2", case=case, plans=plans, found=found, json=json.dumps)
     print(json.dumps({"gpus": case.gpus, "found": found}, indent=2) if as_json else page)
     return ExitCode.FINISHED if plans else ExitCode.CONFIG
 
 
-def _scenario(
-    path: Path, overrides: Sequence[str], calibration: Path | None, assumed: Mapping[str, float | None]
+def planned(
+    path: Path, overrides: Sequence[str], calibration: Path | None, **assumed: float | None
 ) -> tuple[Scenario, str]:
-    """And where the model's sizes come from."""
+    """What is to be planned, and where the model's sizes come from.
+
+    Args:
+        assumed: constants that take another value than the calibration's, where one is given.
+
+    Raises:
+        ConfigError: a config or a calibration that is none.
+    """
     config, constants = load_config(path, overrides), load_calibration(calibration)
     hf, source = model_dimensions(config.model.path)
     constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
@@ -81,22 +72,11 @@ def _figures(plan: Plan) -> dict[str, Any]:
     step = plan.step
     assert step is not None
     update = step.update
-    parts = {
-        "compute": update.compute_s - update.recompute_s - update.padding_s,
-        "recompute": update.recompute_s,
-        "padding": update.padding_s,
-        "bubble": update.bubble_s,
-        "exposed_communication": update.exposed_s,
-    }
-    return {
-        "seconds": step.seconds,
-        "tokens_per_s": step.tokens_per_s_per_gpu * step.gpus,
-        "mfu": step.mfu,
-        "headroom": headroom(plan.case),
-        "rollout_s": step.rollout_s,
-        "log_prob_s": step.log_prob_s,
-        "update_s": {name: step.optimizer_steps * seconds for name, seconds in parts.items()},
-    }
+    parts = {"compute": update.compute_s - update.recompute_s - update.padding_s, "recompute": update.recompute_s}
+    parts |= {"padding": update.padding_s, "bubble": update.bubble_s, "exposed_communication": update.exposed_s}
+    figures = {"seconds": step.seconds, "tokens_per_s": step.tokens_per_s_per_gpu * step.gpus, "mfu": step.mfu}
+    figures |= {"headroom": headroom(plan.case), "rollout_s": step.rollout_s, "log_prob_s": step.log_prob_s}
+    return figures | {"update_s": {name: step.optimizer_steps * seconds for name, seconds in parts.items()}}
 
 
 def _tree(source: str, plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ least: without recompute, estimated from a few parts of a step. The search ends 
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from statistics import fmean
+from typing import Any
 
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import server_memory, trainer_memory
@@ -33,10 +34,11 @@ from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
 from megatron_dapo.plan.step_plan import plan_step, rollouts
 from rollout.config import RolloutConfig
 
+_APART = {"actor.offload.between_phases": "none"}
 MODES: dict[str, Changes] = {
-    "sync": {"run.mode": "sync", "actor.offload.between_phases": "none"},
+    "sync": {"run.mode": "sync"} | _APART,
     "colocated": {"run.mode": "colocated", "actor.offload.between_phases": "all", "rollout.weight_sync": "disk"},
-    "async": {"run.mode": "async", "actor.offload.between_phases": "none"},
+    "async": {"run.mode": "async", "algorithm.dynamic_sampling.max_staleness": 2} | _APART,
 }
 """With what else they need."""
 
@@ -88,8 +90,8 @@ def _fastest(
     for layout in _layouts(start, gpus):
         case = start.changed({"actor.layout": layout, "actor.offload.optimizer_state": False})
         case = case.changed({"actor.recompute": "none"})
-        leaves = any(headroom(one) >= spare for one in _leanest(case))
-        if not leaves or not _same(start, case, keep, "actor.layout."):
+        same = _same(start, case, keep, "actor.layout.")
+        if not same or not any(headroom(one) >= spare for one in _leanest(case)):
             continue
         if layout.world_size not in servers:
             servers[layout.world_size] = _best_servers(case, gpus, keep)
@@ -121,16 +123,14 @@ def _layouts(case: Scenario, gpus: int) -> Iterator[LayoutConfig]:
             # Experts of a group on the trainer's last node, which may share it with servers, are all there.
             if world % split or world // pipeline % (expert * part) or world % node % min(node, expert * part):
                 continue
-            one = LayoutConfig(
-                tensor=tensor,
-                pipeline=pipeline,
-                virtual_pipeline=virtual,
-                context=context,
-                data=world // split,
-                sequence_parallel=tensor > 1,
-                expert=expert,
-                expert_tensor=part,
-            )
+            cut: dict[str, Any] = {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "context": context,
+            }
+            cut |= {"data": world // split, "expert": expert, "expert_tensor": part}
+            one = LayoutConfig(**cut, sequence_parallel=tensor > 1)
             if possible(case.changed({"actor.layout": one})):
                 yield one
 
@@ -148,15 +148,16 @@ def _same(start: Scenario, one: Scenario, keep: Collection[str], section: str) -
 
 def _best_servers(case: Scenario, gpus: int, keep: Collection[str]) -> _Servers | None:
     """Those that fill a batch soonest on the GPUs that the trainer leaves; None: the model does not fit there."""
-    rollout, found = case.config.rollout, []
+    found = []
     rest = gpus - (0 if share_gpus(case.config) else case.config.actor.layout.world_size)
     for size in _powers(int(case.constants.gpus_per_node)):
         if rest % size or case.hf.num_attention_heads % size:
             continue
-        sizes = {"tensor_parallel": size, "servers": rest // size, "max_running_requests": _GRAPHS * (1 + (size >= 4))}
-        one = case.changed({"rollout": rollout if rollout.urls else replace(rollout, **sizes)})
-        fits = all(misfit.part != "server" for misfit in find_misfits(one))
-        if fits and _same(case, one, keep, "rollout."):
+        sizes = {"rollout.tensor_parallel": size, "rollout.servers": rest // size}
+        sizes |= {"rollout.max_running_requests": _GRAPHS * (2 if size >= 4 else 1)}
+        one = case if case.config.rollout.urls else case.changed(sizes)
+        misfits = [misfit for misfit in find_misfits(one) if misfit.part == "server"]
+        if not misfits and _same(case, one, keep, "rollout."):
             found.append(_Servers(rollout=one.config.rollout, filled=rollouts(one, server_memory(one))))
     hidden = case.config.run.mode == "async"
     return min(found, key=lambda one: sum(each.seconds - hidden * each.tail_s for each in one.filled), default=None)

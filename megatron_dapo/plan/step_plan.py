@@ -151,7 +151,8 @@ def _passes(
     size = case.config.algorithm.mini_batch_responses
     batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
     steps = [update_time(case, batch, state) for batch in batches[::every]]
-    return np.repeat(parts, every)[:LOG_PROB_PARTS].tolist(), np.repeat(steps, every)[: len(batches)].tolist()
+    repeated = ([one for one in each for _ in range(every)] for each in (parts, steps))
+    return next(repeated)[:LOG_PROB_PARTS], next(repeated)[: len(batches)]
 
 
 def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:

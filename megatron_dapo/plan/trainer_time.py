@@ -19,6 +19,7 @@ Nothing is assumed to overlap: all communication is added to the arithmetic.
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -170,10 +171,10 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
 
 def _packed_alike(actor: ActorConfig) -> ActorConfig:
     """With nothing in it that `plan_for_actor` does not look at, so that `_micro_batches` knows it again."""
-    layout, virtual = actor.layout, actor.layout.virtual_pipeline
-    sizes = {} if virtual is None else {"pipeline": layout.pipeline, "virtual_pipeline": 1}
-    alike = LayoutConfig(context=layout.context, data=layout.data, **sizes)
-    return ActorConfig(layout=alike, micro_batch_tokens=actor.micro_batch_tokens)
+    layout = actor.layout
+    sizes: dict[str, Any] = {"context": layout.context, "data": layout.data}
+    sizes |= {"pipeline": layout.pipeline, "virtual_pipeline": 1} if layout.virtual_pipeline else {}
+    return ActorConfig(layout=LayoutConfig(**sizes), micro_batch_tokens=actor.micro_batch_tokens)
 
 
 @lru_cache(maxsize=4096)

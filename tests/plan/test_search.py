@@ -104,15 +104,22 @@ def test_trainer_and_servers_find_places_on_whole_nodes(constants):
     assert any(plan.case.config.actor.layout.world_size % 8 for plan in plans)
 
 
-RECIPE_FILES = sorted(file for file in RECIPES.glob("*.yaml") if file.stem not in ("paper", "verl"))
-RECIPE_FILES += sorted(MIXTURES.glob("*.yaml"))
+LONG = {"qwen2.5_32b/h100_128", "qwen3_30b_a3b/h100_32", "qwen3_30b_a3b/h100_32_colocated"}
+NAMES = [f"{file.parent.name}/{file.stem}" for folder in (RECIPES, MIXTURES) for file in sorted(folder.glob("*.yaml"))]
 
 
-@pytest.mark.parametrize("file", RECIPE_FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_recipe_is_the_best_that_the_search_finds(file, constants):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name in NAMES
+        if not name.endswith(("paper", "verl"))
+    ],
+)
+def test_a_recipe_is_the_best_that_the_search_finds(name, constants):
     """Within 1%, so that the plainer of two equals may be shipped. The dense ones have no context parallelism: the
     trace of their CUDA path (tests/symbolic) cannot follow it. With it they would be at most 4% faster."""
-    case = scenario(file, constants)
+    case = scenario(RECIPES.parent / f"{name}.yaml", constants)
     dense = case.hf.experts is None
     own = make_plan(case)
     [best] = search(case, keep=("actor.layout.context",) if dense else (), best=1)
