@@ -49,7 +49,11 @@ def check_verifiers(names: Mapping[str, str], config: RewardConfig, truths: Trut
         if entry.remote:
             _check_service(config.remote, f"{place} = {name}: reward.remote")
         tried_on = () if truths is None or name in VERIFIERS else truths.get(whole, ())
-        if not entry.remote and not entry.fast and (reason := _why_not(name, tried_on, limit_s=config.timeout_s)):
+        if (
+            not entry.remote
+            and not entry.fast
+            and (reason := _why_not(name, config, tried_on, limit_s=config.timeout_s))
+        ):
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
@@ -67,7 +71,7 @@ def check_environments(names: Mapping[str, str], config: RewardConfig, truths: T
     for name, place in names.items():
         if name == REMOTE:
             _check_service(config.remote_environment, f"{place} = {name}: reward.remote_environment")
-        elif reason := _why_not(name, (truths or {}).get(name, ()), "environment", START_LIMIT_S):
+        elif reason := _why_not(name, config, (truths or {}).get(name, ()), "environment", START_LIMIT_S):
             raise VerifierError(f"{place} = {name}: {reason}")
 
 
@@ -95,13 +99,16 @@ def check_ground_truth(name: str, ground_truth: str) -> None:
             load(part)(VerificationRequest(response="", ground_truth=ground_truth, verifier=part))
 
 
-def _why_not(name: str, truths: Sequence[Truth], kind: str = "verifier", limit_s: float = TRY_S) -> str:
+def _why_not(
+    name: str, config: RewardConfig, truths: Sequence[Truth], kind: str = "verifier", limit_s: float = TRY_S
+) -> str:
     """Why a verifier or an environment cannot be run here, or takes longer than `limit_s` for one answer; empty if it
     can."""
     try:
         tried = subprocess.run(
             [sys.executable, "-m", __name__, name, kind, str(limit_s)],
-            input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S, env=worker_environment(),
+            input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S,
+            env=worker_environment(config),
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         if DONE in (error.stdout or b""):  # its threads may not let it end

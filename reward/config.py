@@ -99,5 +99,9 @@ class RewardConfig:
     memory_mb: Annotated[int, Field(gt=0)] = 2048
     """Address space a worker may take beyond what it holds at its start."""
 
+    code_reads: tuple[Annotated[str, Field(pattern="^/[^:]*$")], ...] = ()
+    """What tests of `code` may read besides Python's files. `[/]`: everything; needed where the kernel has no
+    Landlock."""
+
     remote: RemoteConfig = RemoteConfig()
     remote_environment: ServiceConfig = ServiceConfig()

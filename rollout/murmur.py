@@ -1,5 +1,6 @@
 """Steps of MurmurHash3 on int32 tensors, whose products and sums wrap as the hash's unsigned ones do."""
 
+import torch
 from torch import Tensor
 
 
@@ -18,10 +19,12 @@ def rotate(value: Tensor, bits: int) -> Tensor:
 
 
 def fmix32(value: Tensor) -> Tensor:
-    """The hash's last mixing, in place."""
-    value ^= shift_right(value, 16)
+    """The hash's last mixing, in place; `value` is contiguous."""
+    halves = value.view(torch.int16)  # of little-endian words: a shift by 16 that moves nothing
+    low, high = halves[..., ::2], halves[..., 1::2]
+    low ^= high
     value *= signed(0x85EBCA6B)
     value ^= shift_right(value, 13)
     value *= signed(0xC2B2AE35)
-    value ^= shift_right(value, 16)
+    low ^= high
     return value

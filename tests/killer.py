@@ -1,8 +1,8 @@
 """`python -m tests.killer VICTIM EVENT COUNT ARGUMENTS ...`: megatron-dapo with a murder in it.
 
 When the ledger records its COUNT-th EVENT, one process of the run is killed by SIGKILL: `coordinator` (this process)
-or one of MARKS. EVENT `after` counts seconds since the first event instead, `born` those since there is
-a process of that kind.
+or one of MARKS, or `both`, it and a sweeper. EVENT `after` counts seconds since the first event instead, `born` those
+since there is a process of that kind.
 """
 
 import os
@@ -32,10 +32,14 @@ MARKS = {
 }
 """What the command line of each kind of process holds."""
 
+COORDINATOR = ("coordinator", "both")
+
 
 def kill(victim: str) -> None:
     """One process of that kind; none if there is none at this moment."""
-    if victim == "coordinator":
+    if victim == "both":
+        kill("sweeper")
+    if victim in COORDINATOR:
         os.kill(os.getpid(), signal.SIGKILL)
     process = find(victim)
     if process is None:
@@ -48,7 +52,7 @@ def kill(victim: str) -> None:
 
 def find(victim: str) -> psutil.Process | None:
     """One process of that kind."""
-    if victim == "coordinator":
+    if victim in COORDINATOR:
         return psutil.Process()
     for process in psutil.Process().children(recursive=True):
         try:

@@ -197,7 +197,7 @@ def _responses(steps: Sequence[RecordedStep]) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants: Calibration) -> dict[str, Found]:
-    """Where weights go through a disk: the trainer gathers, writes and hashes, then the servers read. Of gathering and
+    """Where weights go through a disk: the trainer gathers and writes, then the servers read. Of gathering and
     writing only the sum is known: each gets half of it, gathering less where the servers of a node, which the planner
     lets read at its bandwidth one after the other, were faster than that."""
     model = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 2)
@@ -219,7 +219,6 @@ def _sync(run: Run, steps: Sequence[RecordedStep], hf: HFModelConfig, constants:
     return {
         "gather_bandwidth": Found(model / gathered, f"weight sync, {share}, by assumption"),
         "disk_write": Found(write, "weight sync, the rest of the export's time"),
-        "checksum_bandwidth": Found(write, "weight sync, hidden by the writing"),
         "disk_read": Found(model / after, "weight sync after the export"),
     }
 

@@ -90,7 +90,9 @@ class MegatronActor:
         process_groups.initialise(config.layout, **place, device=self.device, timeout_s=timeout_s, seed=seed)
         chunks = build_model(self.hf, config, model.dtype, self.device, upcasts_head=model.upcasts_head)
         hf_weights.load_hf_weights(chunks, self.hf, Path(self.model.path))
-        adapters = lora.Adapters(chunks, self.hf, config.lora, seed=seed) if config.lora.rank else None
+        adapters = (
+            lora.Adapters(chunks, self.hf, config.lora, Path(model.path), seed=seed) if config.lora.rank else None
+        )
         rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
         options: dict[str, Any] = {"overlap": self.device.overlap_grad_reduce, "adapters": adapters}
         self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, **options)
@@ -198,7 +200,9 @@ class MegatronActor:
         """
         needed = PARTS[:2] if self.config.offload.optimizer_state else PARTS
         with self.memory.resident(*needed):
-            return [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
+            reports = [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
+            self.optimizer.gather_weights()
+            return reports
 
     def _optimizer_step(self, mini_batch: MiniBatch, objective: Objective, temperature: float) -> UpdateMetrics:
         self.optimizer.zero_grad()

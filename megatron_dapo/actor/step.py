@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_dapo.actor.model import log_prob, routing_replay
+from megatron_dapo.actor.model import log_prob
 from megatron_dapo.actor.model.model_chunks import output_weight
 from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.packing import MicroBatchPlan, PackedMicroBatch, pack_micro_batch, row_length
@@ -153,8 +153,6 @@ class ForwardBackward:
         largest = responses.token_ids.max(initial=0)
         if largest >= self.vocabulary:
             raise ValueError(f"token_ids holds {largest}; the model's vocabulary has {self.vocabulary} tokens")
-        if responses.routing is not None:
-            routing_replay.check_routing(responses.routing, get_model_config(self.chunks[0]))
         own, least = plan.micro_batches[self.data_rank], 0
         if self.layout.pipeline > 1:  # a stage knows what it receives without being told
             lengths = responses.sequence_lengths

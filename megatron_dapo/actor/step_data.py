@@ -12,7 +12,6 @@ R responses of a message, N response tokens of all of them together: tokens that
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -47,39 +46,6 @@ class Responses:
     routing: np.ndarray | None = None
     """uint8 [sum of sequence_lengths, layers, k]: the experts of each token, each once; of a response's last one, whose
     output predicts nothing, 0 .. k-1. None: the routers choose."""
-
-    def __post_init__(self) -> None:
-        for name in ("token_ids", "sequence_lengths", "prompt_lengths"):
-            _check_array("Responses", name, getattr(self, name), np.int32)
-        for name in ("given_starts", "given_lengths"):
-            _check_array("Responses", name, getattr(self, name), np.int64)
-        total, given = int(self.sequence_lengths.sum(dtype=np.int64)), len(self.token_ids)
-        if self.sequence_lengths.shape != self.prompt_lengths.shape or total != given:
-            raise ValueError(
-                f"Responses: {len(self.sequence_lengths)} sequence_lengths, {len(self.prompt_lengths)} prompt_lengths; "
-                f"the former sum to {total} but there are {given} token_ids"
-            )
-        bad = np.flatnonzero((self.prompt_lengths < 1) | (self.sequence_lengths <= self.prompt_lengths))
-        if bad.size:
-            raise ValueError(f"Responses: prompt or response {bad[0]} is empty; both hold at least one token")
-        self._check_given()
-        if self.routing is not None and (self.routing.dtype != np.uint8 or self.routing.shape[:-2] != (given,)):
-            raise ValueError(f"Responses: routing is {self.routing.dtype} {self.routing.shape} for {given} token_ids")
-        if len(self.token_ids) and self.token_ids.min() < 0:
-            raise ValueError(f"Responses: token_ids holds {self.token_ids.min()}; a token id is not negative")
-
-    def _check_given(self) -> None:
-        starts, lengths, owners = self.given_starts, self.given_lengths, self._given_owners
-        ok = starts.shape == lengths.shape and bool((owners < len(self)).all() and (lengths > 0).all())
-        if ok:
-            responses = exclusive_sum(self.sequence_lengths) + self.prompt_lengths
-            ends = np.cumsum(self.sequence_lengths, dtype=np.int64)[owners]
-            ends[:-1] = np.minimum(ends[:-1], starts[1:])
-            ok = bool((responses[owners] <= starts).all() and (starts + lengths <= ends).all())
-        if not ok:
-            raise ValueError("Responses: given tokens must lie in responses, in runs that ascend and do not overlap")
-        if (self.response_lengths < 1).any():
-            raise ValueError(f"Responses: response {self.response_lengths.argmin()} holds given tokens alone")
 
     @classmethod
     def of(
@@ -166,15 +132,6 @@ class MicroBatchPlan:
     num_responses: int
     """R: each of 0..R-1 stands in exactly one micro-batch."""
 
-    def __post_init__(self) -> None:
-        counts = {len(rank) for rank in self.micro_batches}
-        planned = np.sort(np.concatenate([indices for rank in self.micro_batches for indices in rank]))
-        if len(counts) != 1 or not np.array_equal(planned, np.arange(self.num_responses)):
-            raise ValueError(
-                f"MicroBatchPlan: each of the {self.num_responses} responses must stand in one micro-batch, and ranks "
-                f"have equally many; these have {sorted(counts)}"
-            )
-
     @property
     def micro_batches_per_rank(self) -> int:
         """Micro-batches of each rank, empty ones included."""
@@ -217,17 +174,6 @@ class MiniBatch:
 
     kl_scale: np.ndarray | None = None
     """float32 [N]: `algorithm.aggregation.kl_scale`; None: 1."""
-
-    def __post_init__(self) -> None:
-        tokens = self.responses.num_response_tokens
-        for name, column in self.columns.items():
-            _check_array("MiniBatch", name, column, np.float32, length=tokens)
-            finite = np.isfinite(column)
-            if not finite.all():
-                where = int(np.argmin(finite))
-                raise ValueError(f"MiniBatch: {name}[{where}] = {column[where]}; every entry must be a finite number")
-        if (self.advantages is None) != (self.old_log_probs is None):
-            raise ValueError("MiniBatch: advantages and old_log_probs go together: give both, or none (supervised)")
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
@@ -346,11 +292,3 @@ def _joined_routing(routing: Sequence[np.ndarray], lengths: np.ndarray) -> np.nd
             )
     last = unrouted(1, *routing[0].shape[1:])
     return np.concatenate([part for rows in routing for part in (rows, last)])
-
-
-def _check_array(message: str, name: str, array: Any, dtype: type[np.generic], *, length: int | None = None) -> None:
-    found = getattr(array, "dtype", type(array).__name__)
-    if found != dtype or array.ndim != 1:
-        raise TypeError(f"{message}: {name} is {found}; give a numpy array of {dtype.__name__} with one dimension")
-    if length is not None and len(array) != length:
-        raise ValueError(f"{message}: {name} has {len(array)} entries for {length} response tokens")

@@ -39,8 +39,6 @@ def prompts_to_dispatch(missing: int, in_flight: int, pass_rate: float, margin: 
         pass_rate: p, the expected share of groups that are kept, in (0, 1].
         margin: standard deviations; 1 is enough in 84% of the cases, 2 in 98%.
     """
-    if not 0 < pass_rate <= 1:
-        raise ValueError(f"pass rate {pass_rate:g}: must be in (0, 1]; an estimate of 0 would dispatch without end")
     if missing <= 0:
         return 0
     spread = margin * math.sqrt(pass_rate * (1 - pass_rate))

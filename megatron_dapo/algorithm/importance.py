@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithm.kl import EXPONENT_BOUND, kl_estimate
 
-Mode = Literal["none", "truncated", "masked"]
+Mode = Literal["truncated", "masked"]
 Level = Literal["token", "sequence"]
 
 
@@ -31,7 +31,7 @@ class Correction:
     """Weights of N tokens and how often a bound was met."""
 
     weights: Float[Tensor, " N"]
-    """To be multiplied with the token losses; 1 everywhere in mode `none`."""
+    """To be multiplied with the token losses."""
 
     truncated_share: float
     """Share of tokens whose w was lowered to `upper`, in [0, 1]."""
@@ -74,8 +74,6 @@ def correction_weights(
         lower: lower bound of w, read by `masked` only.
         response_lengths: tokens of each response; their sum is N.
     """
-    if mode == "none":
-        return Correction(weights=torch.ones_like(old_log_probs), truncated_share=0.0, masked_share=0.0)
     log_weight = (old_log_probs - rollout_log_probs).detach()
     if level == "sequence":
         index = torch.arange(response_lengths.shape[0], device=log_weight.device).repeat_interleave(response_lengths)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -10,9 +10,6 @@ from rich.text import Text
 from megatron_dapo.cli.command_line import Overrides, wide_console
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
-
-if TYPE_CHECKING:
-    from megatron_dapo.doctor.probing import Finding
 
 _STYLES = {"pass": "green", "warning": "yellow", "fail": "bold red"}
 
@@ -32,25 +29,24 @@ def doctor(
         raise typer.BadParameter("--dry-run: give the config that is to be run")
     counts: Counter[str] = Counter()
 
-    def show(name: str, finding: "Finding") -> None:
-        counts[finding.status] += 1
-        label = (f"{finding.status:<8}", _STYLES[finding.status])
-        console.print(Text.assemble(label, (f"{name}: ", "bold"), finding.found))
-        if finding.fix:
-            console.print(Text(f"        fix: {finding.fix}"))
+    def show(name: str, status: str, found: str, fix: str) -> None:
+        counts[status] += 1
+        console.print(Text.assemble((f"{status:<8}", _STYLES[status]), (f"{name}: ", "bold"), found))
+        if fix:
+            console.print(Text(f"        fix: {fix}"))
 
     facts = Facts()
     try:
         facts = Facts(with_local_paths(load_config(config, overrides or []))) if config else facts
     except ConfigError as error:
-        show("config", failed(str(error), FIX["config"]))
+        show("config", *failed(str(error), FIX["config"]))
     for name, finding in config_checks.examine(facts):
-        show(name, finding)
+        show(name, *finding)
     if dry_run and facts.elsewhere:
-        show("dry run", warning(f"not made: it needs {facts.elsewhere} GPUs of other nodes", FIX["in a job"]))
+        show("dry run", *warning(f"not made: it needs {facts.elsewhere} GPUs of other nodes", FIX["in a job"]))
     elif dry_run and config and not counts["fail"]:
         console.print("dry run: starting trainer and servers")
         for finding in config_checks.findings_of(config_checks.dry_run(config, overrides or [], facts.config)):
-            show("dry run", finding)
+            show("dry run", *finding)
     console.print(", ".join(f"{counts[status]} {status}" for status in _STYLES))
     raise typer.Exit(ExitCode.FAILED if counts["fail"] else ExitCode.FINISHED)

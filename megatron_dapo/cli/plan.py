@@ -1,7 +1,7 @@
 """`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ def plan_command(case: Scenario, source: str, *, as_json: bool) -> ExitCode:
     """
     plan = make_plan(case)
     ways = [] if plan.fits else remedies(plan.case)
-    print(json.dumps(_tree(source, plan, ways), indent=2) if as_json else _page(source, plan, ways))
+    size = {"source": source, "parameters": model_parameters(case.hf), "active": active_parameters(case.hf)}
+    print(json.dumps(_tree(size, plan, ways), indent=2) if as_json else _page(size, plan, ways))
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
@@ -79,12 +80,11 @@ def _figures(plan: Plan) -> dict[str, Any]:
     return figures | {"update_s": {name: step.optimizer_steps * seconds for name, seconds in parts.items()}}
 
 
-def _tree(source: str, plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:
+def _tree(model: Mapping[str, Any], plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
-    model = {"parameters": model_parameters(plan.case.hf), "active": active_parameters(plan.case.hf)}
     return {
-        "model": {"source": source} | model,
+        "model": model,
         "fits": plan.fits,
         "gpu_memory": plan.case.constants.gpu_memory,
         "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
@@ -97,9 +97,7 @@ def _tree(source: str, plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:
     }
 
 
-def _page(source: str, plan: Plan, ways: Sequence[Changes]) -> str:
+def _page(model: Mapping[str, Any], plan: Plan, ways: Sequence[Changes]) -> str:
     """templates/plan.txt.j2 of it."""
-    named = {"source": source, "plan": plan, "ways": ways, "case": plan.case, "step": plan.step}
-    named |= {"parameters": model_parameters(plan.case.hf), "shared": share_gpus(plan.case.config)}
-    named |= {"active": active_parameters(plan.case.hf)}
-    return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named)
+    named = {"plan": plan, "ways": ways, "case": plan.case, "step": plan.step, "shared": share_gpus(plan.case.config)}
+    return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named, **model)

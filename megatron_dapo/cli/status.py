@@ -100,10 +100,9 @@ def status(
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 
-def _may_go_on(folder: Path) -> bool:
+def _may_go_on(log: Path | None) -> bool:
     """Whether the newest Slurm job says that it goes back into the queue, or has written something just now; not where
     Slurm has no job of the run any more."""
-    log = _newest_log(folder)
     if log is None:
         return False
     last = log.read_text(errors="replace")[-2000:]
@@ -127,18 +126,18 @@ def _newest_log(folder: Path) -> Path | None:
     return max((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime, default=None)
 
 
-def _job_log(folder: Path) -> str:
+def _job_log(log: Path | None) -> str:
     """Where the newest Slurm job says why it ended, and its last lines; empty without one."""
-    log = _newest_log(folder)
     last = log.read_text(errors="replace")[-2000:].splitlines()[-LOG_LINES:] if log else []
     return "\n".join([f"what its job says: {log}", *last]) if log else ""
 
 
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a terminal first."""
+    log = _newest_log(folder)
     if (folder / "logs").is_dir() and not any((folder / name).exists() for name in RUN_FILES):
-        job = _job_log(folder) or "its job waits in the queue, or was not submitted"
-        if not clear or (_newest_log(folder) and not _may_go_on(folder)):
+        job = _job_log(log) or "its job waits in the queue, or was not submitted"
+        if not clear or (log and not _may_go_on(log)):
             raise ReportError(f"{folder}: no run has begun there; {job}")
         screen.clear()
         screen.print(f"{folder}: no run has begun there yet; {job}", markup=False)
@@ -151,8 +150,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
     state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
     alarms = HealthMonitor(run.lines, **run.alarm_bounds).alarms
-    job = "" if state.alive or state.text.startswith("finished") else _job_log(folder)
-    going = bool(job) and _may_go_on(folder)
+    job = "" if state.alive or state.text.startswith("finished") else _job_log(log)
+    going = bool(job) and _may_go_on(log)
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
     shown = state.text.replace("died without an error message", ended)
     named: dict[str, Any] = {"run": run, "beat": beat, "alive": state.alive, "alarms": alarms}

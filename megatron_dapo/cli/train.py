@@ -86,7 +86,7 @@ def _resume_command(path: Path, overrides: Sequence[str], *changed: str) -> str:
 def _run(config: Config, console: Console) -> None:
     console.note("reading model, prompts and held-out problems")
     # What a user may have got wrong is looked at before Ray and the rest are imported, which takes seconds.
-    from megatron_dapo.coordinator.inputs import read_inputs, remarks
+    from megatron_dapo.coordinator.inputs import read_inputs, remarks, routing_room
     from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.storage.run_dir import STOP_FILE, RunDir, has_run
 
@@ -96,7 +96,8 @@ def _run(config: Config, console: Console) -> None:
     config = with_local_paths(config, Path(config.run.dir, "config.yaml") if config.run.resume else None)
     inputs = read_inputs(config)
     console.note(f"prompts: {inputs.prompts.summary()}")
-    notes = (f"\nnote: {remark}" for remark in remarks(config, inputs.prompts, inputs.heldout))
+    told = (*remarks(config, inputs.prompts, inputs.heldout), *routing_room(config, inputs.model))
+    notes = (f"\nnote: {remark}" for remark in told)
     console.note(f"held-out problems: {inputs.heldout.summary()}{''.join(notes)}")
     from megatron_dapo.coordinator.run import run_with_restarts
 

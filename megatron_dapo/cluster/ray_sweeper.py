@@ -2,7 +2,7 @@
 
 Ray's GCS and raylet die with a killed coordinator, by the kernel, and its workers within seconds after them. Its two
 agents (Ray 2.60) first try for 60 s to tell the dead GCS that the raylet is dead. This program is a process of its own
-that knows of its coordinator's end by the end of its standard input, and ends them at once.
+that knows of its coordinator's end by the end of its standard input, and ends them at once. There are two of it.
 
 `python -P ray_sweeper.py FOLDER PACKAGE`, started by `RaySweeper`; PACKAGE is where Ray's programs are.
 """
@@ -43,7 +43,8 @@ class RaySweeper:
         import ray  # not by the program itself: it takes a second
 
         self._command = [sys.executable, "-P", __file__, folder, os.path.dirname(ray.__file__)]
-        self._process = self._start()
+        # Two: one may be killed with the coordinator.
+        self._processes = [self._start(), self._start()]
 
     def _start(self) -> subprocess.Popen[bytes]:
         # In a session of its own: a Ctrl-C or a kill of the run's process group must not end it first.
@@ -51,13 +52,14 @@ class RaySweeper:
 
     def close(self) -> None:
         """End what Ray's own shutdown has left, and remove the folder."""
-        if self._process.poll():  # somebody killed it
-            self._process = self._start()
-        try:
-            self._process.communicate(timeout=END_DEADLINE_S)  # ends its standard input
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if all(process.poll() for process in self._processes):  # somebody killed them
+            self._processes = [self._start()]
+        for process in self._processes:
+            try:
+                process.communicate(timeout=END_DEADLINE_S)  # ends its standard input
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def sweep(folder: str, package: str) -> int:

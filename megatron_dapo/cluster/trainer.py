@@ -234,7 +234,7 @@ class Trainer:
 
     async def _dead_ranks(self, timeout_s: float | None) -> dict[int, BaseException]:
         """Ranks whose process is gone. Returns at the first one, when all have answered, or after `timeout_s`."""
-        answers = [asyncio.ensure_future(rank.pid.remote()) for rank in self._ranks]
+        answers = [asyncio.ensure_future(rank.__ray_ready__.remote()) for rank in self._ranks]
         try:
             await asyncio.wait(answers, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             errors = _errors(answers)

@@ -88,9 +88,6 @@ class TrainerRank:
         # The address is bound only after seconds of imports.
         return context.get_node_id(), gpu, f"tcp://{host}:{free_port(host)}", os.getpid()
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def device_memory(self) -> GpuMemory | None:
         """Of this rank's GPU now; None on the CPU."""
         import torch
@@ -107,10 +104,15 @@ class TrainerRank:
         """
         self._rank = rank
         self._log_to_file()
-        if group := group_environment(config.rollout):  # before NCCL is used, where nobody has set it
+        own_gpus = config.actor.device != "cpu" and config.run.mode != "colocated"
+        if group := group_environment(config.rollout, own_gpus=own_gpus):  # before NCCL is used; without it no matter
             # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a
             # rank.
             os.environ.update(group | {"TORCH_NCCL_ENABLE_MONITORING": "0"} | os.environ)
+        if config.run.mode != "colocated" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Rows differ in length from one mini-batch to the next: memory in pieces of fixed size would be left over
+            # unused. Read when torch is imported. Not where servers wait for the memory that a rank gives back.
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         gc.disable()  # what is imported stays; to look at it again and again takes a quarter of the imports' time
         from megatron_dapo.actor.actor import MegatronActor
 

@@ -246,7 +246,7 @@ def _of_run(config: Config) -> Iterator[str]:
         for option in config.rollout.extra_args if publish == "keep" else ():
             if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
-    if config.run.mode == "colocated" and config.rollout.weight_sync != "disk":
+    if config.run.mode == "colocated" and config.rollout.weight_sync not in ("auto", "disk"):
         yield f"rollout.weight_sync = {config.rollout.weight_sync}: run.mode=colocated needs disk"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":
         yield "actor.offload.between_phases = none: run.mode=colocated needs all, so that servers have the GPUs' memory"

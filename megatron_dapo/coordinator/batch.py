@@ -12,7 +12,7 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 import asyncio
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
@@ -68,16 +68,6 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
     Raises:
         ConfigError: `policy_loss` names no class that can be called with `loss_options`, or that gives no PolicyLoss.
     """
-    return PolicyObjective(
-        loss=_policy_loss(algorithm),
-        kl_coefficient=algorithm.kl.coefficient,
-        kl_estimator=algorithm.kl.estimator,
-        kl_aggregation=algorithm.kl.aggregation,
-        entropy_coefficient=algorithm.entropy_coefficient,
-    )
-
-
-def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     name, options = algorithm.policy_loss, dict(algorithm.loss_options)
     entry = LOSSES.get(name)
     for key in entry.reads if entry else ():
@@ -92,7 +82,13 @@ def _policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
-    return loss
+    return PolicyObjective(
+        loss=loss,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_estimator=algorithm.kl.estimator,
+        kl_aggregation=algorithm.kl.aggregation,
+        entropy_coefficient=algorithm.entropy_coefficient,
+    )
 
 
 def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
@@ -340,19 +336,11 @@ def entropy_weight(algorithm: AlgorithmConfig, last: float | None, batch: Filled
 
 
 async def update_actor(
-    trainer: "Trainer",
-    config: Config,
-    batch: FilledBatch,
-    step: int,
-    timer: StepTimer,
-    entropy: float,
-    hidden_size: int,
+    trainer: "Trainer", config: Config, batch: FilledBatch, step: int, timer: StepTimer, hidden_size: int
 ) -> tuple[list[UpdateMetrics], Correction | None]:
     """One optimizer step a mini-batch; the correction for the gap to the engine that its loss was weighted with.
 
-    Args:
-        config: as it holds in rollout step `step`.
-        entropy: weight of the bonus.
+    `config`: as it holds in rollout step `step`, the weight of the entropy bonus too.
     """
     reference, temperature = None, config.rollout.temperature
     if config.algorithm.kl.coefficient > 0:
@@ -361,5 +349,4 @@ async def update_actor(
     correction = step_correction(batch.arrays, batch.old, config)
     with timer.measure("update"):
         batches = mini_batches(batch.arrays, batch.old, reference, correction, config, step, hidden_size=hidden_size)
-        objective = objective_of(replace(config.algorithm, entropy_coefficient=entropy))
-        return await trainer.update(batches, objective, temperature), correction
+        return await trainer.update(batches, objective_of(config.algorithm), temperature), correction

@@ -1,9 +1,12 @@
 """What a run reads before it starts anything: tokenizer, model shape, prompts, held-out problems."""
 
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.config import Config, ConfigError
@@ -18,6 +21,9 @@ from rollout.generation import RoutingShape
 
 MOST_TRIED = 10_000
 """Ground truths that an own verifier is tried on at most."""
+
+ROUTING_COPIES = 4
+"""Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,21 @@ def routing_shape(config: Config, model: HFModelConfig) -> RoutingShape | None:
     return RoutingShape(layers=model.num_layers, top_k=model.experts.top_k, experts=model.experts.count)
 
 
+def routing_room(config: Config, model: HFModelConfig) -> Iterator[str]:
+    """Where the routing of a batch, were all its responses as long as the context, has no room on this machine."""
+    if (shape := routing_shape(config, model)) is None:
+        return
+    tokens = config.algorithm.prompts_per_step * config.algorithm.group_size * config.model.context_length
+    batch, folder = tokens * shape.layers * shape.top_k, Path(config.run.dir).absolute()
+    there = next(one for one in (folder, *folder.parents) if one.is_dir())
+    places = {"memory": (ROUTING_COPIES * batch, psutil.virtual_memory().available)}
+    if config.algorithm.dynamic_sampling.max_staleness:  # checkpoints hold carried groups
+        places[f"disk ({there})"] = (config.run.keep_checkpoints + 1) * batch, shutil.disk_usage(there).free
+    for place, (needed, free) in places.items():
+        if needed > free:
+            yield f"actor.routing_replay: a batch's may take {needed / 1e9:.1f} GB of {place}; {free / 1e9:.1f} free"
+
+
 def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet]:
     """The prompts to train on and the held-out ones, each with a verifier that can be run here and can use its ground
     truth.
@@ -76,8 +97,7 @@ def read_problems(config: Config, text: TextTools) -> tuple[PromptSet, PromptSet
     training, held = training_files(config.data), heldout_files(config.data, config.evaluation)
     choice = VerifierChoice(config.reward, (*training, *held))
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
-    prompts = read_prompts(training, data, choice, text.tokenizer, vocab_size=text.vocab_size)
-    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    prompts, heldout = (read_prompts(files, data, choice, text) for files in (training, held))
     choice.check_sources()
     places = {name: f"reward.by_source.{source}" for source, name in config.reward.by_source.items()}
     places |= {file.verifier: f"{file.setting}.verifier" for file in training if file.verifier is not None}
@@ -113,9 +133,8 @@ def read_heldout(config: Config, text: TextTools) -> PromptSet:
     held = heldout_files(config.data, config.evaluation)
     if not held:
         raise ConfigError("evaluation.path is not set: name a file of problems to answer (eval: --data FILE)")
-    choice = VerifierChoice(config.reward, held)
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
-    heldout = read_prompts(held, data, choice, text.tokenizer, vocab_size=text.vocab_size)
+    heldout = read_prompts(held, data, VerifierChoice(config.reward, held), text)
     _check_verifiers(config, {}, heldout.prompts)
     return heldout
 

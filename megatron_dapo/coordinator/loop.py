@@ -65,7 +65,8 @@ async def learn(
     run, step, version = context.config.run, progress.rollout_step + 1, progress.weight_version + 1
     weight, coefficient = entropy_weight(context.config.algorithm, progress.entropy_coefficient, batch)
     config, hidden = context.config.at_step(step), context.inputs.model.hidden_size
-    updates, correction = await update_actor(context.trainer, config, batch, step, timer, weight, hidden)
+    config = replace(config, algorithm=replace(config.algorithm, entropy_coefficient=weight))
+    updates, correction = await update_actor(context.trainer, config, batch, step, timer, hidden)
     reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)
     with timer.measure("weight_sync"):
         sync = await publish_weights(context, version)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from megatron_dapo.cluster.engines import key_file
 from megatron_dapo.coordinator.run_context import RunContext
@@ -28,7 +29,7 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     folder = context.run_dir.path / "weights" / f"v{version}"
     context.run_dir.check_there()
     await handover.to_trainer()
-    if config.rollout.weight_sync == "disk":
+    if way_of_weights(context) == "disk":
         checksums = await context.trainer.write_weights(folder, fleet.kinds)
         await handover.to_servers()
         report = await in_time(fleet.publish(folder, version, checksums))
@@ -50,6 +51,12 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     }
 
 
+def way_of_weights(context: RunContext) -> Literal["disk", "tensor", "distributed"]:
+    """`rollout.weight_sync`, decided for this run."""
+    shared = context.shared_gpu or context.config.run.mode == "colocated"
+    return context.config.rollout.way_of_weights(own_gpus=context.trainer.on_gpu and not shared)
+
+
 class TrainerWeights:
     """The weights that the trainer holds when this is made (rollout.fleet.weight_update.WeightStream)."""
 
@@ -60,7 +67,7 @@ class TrainerWeights:
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         config = self._context.config
-        transport = config.rollout.weight_sync
+        transport = way_of_weights(self._context)
         assert transport != "disk"
         on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
         request = SendRequest(

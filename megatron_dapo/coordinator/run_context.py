@@ -118,8 +118,7 @@ async def start_run(run: RunBase) -> RunContext:
     stack.callback(writer.close)
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-    bounds = {"mismatch_warn": config.monitor.mismatch_warn, "mismatch_stop": config.monitor.mismatch_stop}
-    bounds["small_batch"] = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
+    small_batch = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder, rules=inputs.rules)
 
     thinking = thinking_limit(config.rollout, inputs.text)
@@ -148,7 +147,7 @@ async def start_run(run: RunBase) -> RunContext:
         handover=handover,
         shared_gpu=shared_gpu,
         writer=writer,
-        health=HealthMonitor(done, **bounds),
+        health=HealthMonitor(done, config.monitor.mismatch_warn, small_batch),
         generator=generator,
         sampler=sampler,
         evaluator=Evaluator(config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=folder),

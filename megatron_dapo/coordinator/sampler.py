@@ -38,6 +38,7 @@ from rollout.fleet.member import end_all
 
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
+OnKept = Callable[[ScoredGroup], None]
 
 
 class OversamplingLimit(RuntimeError):
@@ -134,12 +135,7 @@ class DynamicSampler:
         )
 
     async def fill(
-        self,
-        rollout_step: int,
-        weight_version: int,
-        on_kept: Callable[[ScoredGroup], None] = lambda group: None,
-        *,
-        ahead: int = 0,
+        self, rollout_step: int, weight_version: int, on_kept: OnKept = lambda group: None, *, ahead: int = 0
     ) -> Admission:
         """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is drawn then.
 
@@ -355,7 +351,7 @@ class _Batch:
 
     rollout_step: int
     weight_version: int
-    on_kept: Callable[[ScoredGroup], None]
+    on_kept: OnKept
     wanted: int
     ahead: int
     most: int

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
 from megatron_dapo.data.order import Order, PromptOrder, Span
 from megatron_dapo.data.records import Chat, DataError, PromptFile, Row, nearest, parse_row, raw_rows
+from megatron_dapo.data.tokenizer import TextTools
 from reward.check import check_ground_truth
 from reward.config import RewardConfig
 from reward.registry import find_named_by_data, load_named, stated_form, weighted
@@ -20,14 +21,6 @@ from reward.verdict import VerifierError
 
 PROBED = 1000
 """Positions at which an order of the user's own is tried before a run."""
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +138,7 @@ class VerifierChoice:
                 raise ConfigError(f"reward.by_source.{source}: no prompt has this source; {near}")
 
 
-def read_prompts(
-    files: Sequence[PromptFile], config: DataConfig, choice: VerifierChoice, tokenizer: Tokenizer, *, vocab_size: int
-) -> PromptSet:
+def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: VerifierChoice, text: TextTools) -> PromptSet:
     """The prompts of `files`, put into the template of `config`.
 
     Raises:
@@ -155,7 +146,7 @@ def read_prompts(
             to skip).
         ConfigError: a row names a verifier that it may not.
     """
-    reading, spans = _Reading(config, choice, tokenizer, vocab_size), []
+    reading, spans = _Reading(config, choice, text), []
     for file in files:
         start, before = len(reading.prompts), reading.counts.copy()
         reading.read(file)
@@ -182,10 +173,10 @@ def read_prompts(
 class _Reading:
     """What has been read so far."""
 
-    def __init__(self, config: DataConfig, choice: VerifierChoice, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, config: DataConfig, choice: VerifierChoice, text: TextTools) -> None:
         self.prompts: list[Prompt] = []
         self.counts: Counter[str] = Counter()
-        self._config, self._choice, self._tokenizer, self._vocab_size = config, choice, tokenizer, vocab_size
+        self._config, self._choice, self._text = config, choice, text
         self._by_raw: dict[tuple[str, str], str] = {}
         """Ground truth of each prompt, as the files hold it."""
         self._by_text: dict[tuple[str, str], str] = {}
@@ -210,7 +201,7 @@ class _Reading:
                 continue
             raw = instructed(row.prompt, file.columns.instruction, verifier)
             try:
-                text, ids = render(raw, self._config.template, self._tokenizer)
+                text, ids = render(raw, self._config.template, self._text.tokenizer)
             except Exception as error:  # a chat template is a program of the model's author and may raise anything
                 raise DataError(
                     f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
@@ -218,10 +209,8 @@ class _Reading:
                 ) from error
             if self._is_copy((text, apart), row.answer, self._by_text) or self._too_long(ids, place):
                 continue
-            if len(ids) == 0 or int(ids.max()) >= self._vocab_size:
-                raise DataError(
-                    f"{place}: the tokenizer gives ids outside the model's vocabulary of {self._vocab_size}, or none"
-                )
+            if len(ids) == 0 or int(ids.max()) >= (size := self._text.vocab_size):
+                raise DataError(f"{place}: the tokenizer gives ids outside the model's vocabulary of {size}, or none")
             chat = self._config.template == "chat" or isinstance(raw, list)
             about: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.environment}
             self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, chat=chat, **about))
@@ -264,8 +253,11 @@ def instructed(raw: str | Chat, instruction: str | None, verifier: str) -> str |
     return raw + added if isinstance(raw, str) else [*raw[:-1], raw[-1] | {"content": raw[-1]["content"] + added}]
 
 
-def render(raw: str | Chat, template: str, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
-    """The text that the server gets and its ids, int32 [P]. A chat list goes through the chat template always."""
+def render(raw: str | Chat, template: str, tokenizer: Any) -> tuple[str, np.ndarray]:
+    """The text that the server gets and its ids, int32 [P]. A chat list goes through the chat template always.
+
+    `tokenizer`: a Hugging Face one, or what has its `encode` and `apply_chat_template`.
+    """
     if template == "chat" or isinstance(raw, list):
         messages = raw if isinstance(raw, list) else [{"role": "user", "content": raw}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -13,7 +13,7 @@ import psutil
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.doctor import machine_checks as machine
-from megatron_dapo.doctor.probing import FIX, NO_CONFIG, Facts, Finding, Status, failed, passed, run, warning
+from megatron_dapo.doctor.probing import FIX, NO_CONFIG, Facts, Finding, failed, passed, run, warning
 from megatron_dapo.plan.memory import disk_bytes, node_memory, routing_bytes, routing_of_batch
 from megatron_dapo.plan.rank_state import model_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration
@@ -79,6 +79,8 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
     room = f"{free / 1e9:.0f} GB free in {folder}; weights and checkpoints need {needed / 1e9:.1f} GB"
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
         yield passed(room) if free >= needed else failed(room, FIX["disk"])
+    own_gpus = facts.on_gpus and facts.config.run.mode != "colocated"
+    yield passed(f"new weights reach the servers by: {facts.config.rollout.way_of_weights(own_gpus=own_gpus)}")
 
 
 def _scenario(config: Config) -> Scenario:
@@ -151,4 +153,4 @@ def findings_of(check: Iterator[Finding]) -> list[Finding]:
     # Their messages say what is wrong and what to do; those of config, model and data are ValueErrors.
     except (ValueError, RunDirError, ServerStartError, OSError, ImportError) as error:
         found.append(failed(str(error), FIX["message"]))
-    return [finding for finding in found if finding.status is not Status.PASS] or found
+    return [finding for finding in found if finding.status != "pass"] or found

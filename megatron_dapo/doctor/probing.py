@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, CompletedProcess, Popen, TimeoutExpired
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import TypeAdapter
@@ -44,14 +43,11 @@ print("\\ntorch", torch.__version__, torch.version.cuda or "", torch.cuda.device
 """
 
 
-class Status(StrEnum):
-    PASS = "pass"
-    WARNING = "warning"
-    FAIL = "fail"
+Status = Literal["pass", "warning", "fail"]
 
 
 class Finding(NamedTuple):
-    """One line of a check: Finding(Status.FAIL, "cannot listen on 127.0.0.1:30000", "set rollout.port=0")."""
+    """One line of a check: Finding("fail", "cannot listen on 127.0.0.1:30000", "set rollout.port=0")."""
 
     status: Status
     found: str
@@ -63,7 +59,7 @@ Answer = CompletedProcess[str]
 """What became of a command. As in a shell its `returncode` is 127 if it could not be started, 124 if it did not end in
 time; `stderr` says which."""
 
-passed, warning, failed = (partial(Finding, status) for status in Status)
+passed, warning, failed = (partial(Finding, status) for status in get_args(Status))
 
 
 def cause(answer: Answer) -> str:

@@ -179,6 +179,8 @@ class Play:
     state: Any = None
     turn_rewards: float = 0.0
     """Sum over all turns."""
+    said: list[Turn] = field(default_factory=list)
+    """`earlier` as the environment gets it."""
     verdict: Verdict | None = None
     """The environment's; None: the verifier judges."""
 
@@ -195,8 +197,9 @@ class Play:
         if begun and begun.earlier:
             play.before, newest = begun.generation.cut(sum(begun.generation.given[-1]))
             play.earlier, play.state = list(begun.earlier), begun.state
-            for turn in begun.earlier:  # as `settle` adds them: `sum` rounds in another way from Python 3.12 on
-                play.turn_rewards += turn.reward
+            for turn, ids in zip(begun.earlier, drawn_turns(play.before), strict=False):
+                play.turn_rewards += turn.reward  # as `settle` does: `sum` rounds in another way from Python 3.12 on
+                play.said.append(turn_of(turn, ids))
         if play.left <= 0:  # the limit is a lower one now
             return cls.of(prompt, request, rules)
         play._draw(newest)
@@ -228,13 +231,8 @@ class Play:
 
     def episode(self, text: str) -> Episode:
         """For the environment. `text`: of the newest turn."""
-        drawn = drawn_turns(self.generation(self.done))
-        said = [(turn.response, turn.observation, turn.role) for turn in self.earlier]
-        turns = [
-            Turn(response, observation, tuple(ids.tolist()), role)
-            for (response, observation, role), ids in zip([*said, (text, "", "user")], drawn, strict=True)
-        ]
-        return Episode(self.prompt.text, self.prompt.answer, tuple(turns), self.state, self.last)
+        newest = Turn(text, token_ids=tuple(self.done.token_ids.tolist()))
+        return Episode(self.prompt.text, self.prompt.answer, (*self.said, newest), self.state, self.last)
 
     def settle(self, stepped: Stepped, text: str) -> bool:
         """Take in what the environment said to the newest turn; whether the episode is over."""
@@ -248,6 +246,7 @@ class Play:
                 read, given = self.rules.fit(said, self.prompt.chat, int(self.done.token_ids[-1]))
                 self.before = self.generation(self.done).followed_by(nothing_drawn(""), given)
                 self.earlier.append(EarlierTurn(text, read, said.role, said.reward, error))
+                self.said.append(turn_of(self.earlier[-1], self.done.token_ids))
                 self.newest, self.state = None, said.state
                 self._draw(None)
                 return False
@@ -271,6 +270,11 @@ class Play:
             seed=(whole.seed + turn * 0x9E3779B1) & 0x7FFFFFFF,
             begun=begun,
         )
+
+
+def turn_of(turn: EarlierTurn, ids: np.ndarray) -> Turn:
+    """As the environment gets it. `ids`: int32, what was drawn."""
+    return Turn(turn.response, turn.observation, tuple(ids.tolist()), turn.role)
 
 
 def drawn_turns(generation: Generation) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Self
@@ -130,32 +131,27 @@ class MetricsError(ValueError):
     exit_code = 2
 
 
+@dataclass
 class MetricsWriter:
     """Appends to `<run_dir>/metrics.jsonl` and, if asked, to `<run_dir>/tensorboard/by_{rollout,optimizer}_step`.
 
     A resumed run goes on in the same file: lines of steps beyond its checkpoint stay, superseded (see `read_metrics`).
     """
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        *,
-        tensorboard: bool,
-        mirror: WandbMirror | None = None,
-        done: Row | None = None,
-        settings: Row | None = None,
-    ) -> None:
-        """
-        Args:
-            mirror: gets every line too, with NaN as what it is.
-            done: rollout and optimizer steps after which a resumed run goes on.
-            settings: config key -> value, shown by TensorBoard as hyperparameters.
-        """
-        self._path = Path(run_dir) / FILE
+    run_dir: Path
+    _: KW_ONLY
+    tensorboard: bool
+    mirror: WandbMirror | None = None
+    """Gets every line too, with NaN as what it is."""
+    done: Row = field(default_factory=dict)
+    """Rollout and optimizer steps after which a resumed run goes on."""
+    settings: Row = field(default_factory=dict)
+    """Config key -> value, shown by TensorBoard as hyperparameters."""
+
+    def __post_init__(self) -> None:
+        self._path = self.run_dir / FILE
         drop_torn_line(self._path)
         self._file = self._path.open("ab")
-        self._tensorboard, self._mirror = tensorboard, mirror
-        self._done, self._settings = done or {}, settings or {}
         self._boards: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, Value]) -> Line:
@@ -184,11 +180,11 @@ class MetricsWriter:
             at: has the rollout and the optimizer step.
             samples: responses as in samples.jsonl.
         """
-        if self._tensorboard:
+        if self.tensorboard:
             with naming(self._path.parent / "tensorboard"):
                 self._write_boards(at, values, histograms or {}, samples)
-        if self._mirror is not None:
-            self._mirror.write({name: at[name] for name in AXES} | dict(values), histograms or {}, samples)
+        if self.mirror is not None:
+            self.mirror.write({name: at[name] for name in AXES} | dict(values), histograms or {}, samples)
 
     def close(self) -> None:
         """Close all files; harmless when called again."""
@@ -203,11 +199,11 @@ class MetricsWriter:
 
         for axis in AXES:
             if axis not in self._boards:
-                folder, done = self._path.parent / "tensorboard" / f"by_{axis}", self._done.get(axis, 0)
+                folder, done = self._path.parent / "tensorboard" / f"by_{axis}", self.done.get(axis, 0)
                 # What a resumed run does again is hidden; step 0 is what was measured before training.
                 self._boards[axis] = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
-                if axis == "rollout_step" and self._settings:
-                    settings = self._settings.items()
+                if axis == "rollout_step" and self.settings:
+                    settings = self.settings.items()
                     plain = {key: each if type(each) in (int, float) else str(each) for key, each in settings}
                     for summary in hparams(plain, dict.fromkeys(HEADLINES, 0.0)):
                         self._boards[axis].file_writer.add_summary(summary)

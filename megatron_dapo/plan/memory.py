@@ -31,6 +31,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
 from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, Recompute
+from megatron_dapo.coordinator.inputs import ROUTING_COPIES
 from megatron_dapo.plan.rank_state import GRADIENT_BYTES, MOMENT_BYTES, StateBytes, adapted, base_bytes, rank_state
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
@@ -52,9 +53,6 @@ _CHECKPOINT_STATE_BYTES = 12
 
 _ROUTER_NUMBERS = 8
 """Of an expert and token: logit, probability, and where it goes, in numbers of bfloat16."""
-
-_ROUTING_COPIES = 4
-"""Of a batch's routing at once: in the groups, the step's responses, its mini-batches, and these in Ray's store."""
 
 TRAINER, SERVER = "a trainer process", "a server process"
 CHECKPOINT_STATE = "a trainer process more, while it writes a checkpoint"
@@ -272,7 +270,7 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     responses, row = batch_responses(config), routing_bytes(config, case.hf)
     # A server pins 4 bytes for each expert of each token in its KV cache.
     pinned = server_memory(case).kv_tokens * row * 4 if row else 0
-    routing = {"coordinator: routing of a batch": responses * mean_tokens * row * _ROUTING_COPIES} if row else {}
+    routing = {"coordinator: routing of a batch": responses * mean_tokens * row * ROUTING_COPIES} if row else {}
     return {
         TRAINER: case.constants.process_memory + reference + offloaded,
         CHECKPOINT_STATE: written * _CHECKPOINT_STATE_BYTES if copied else 0,

@@ -197,7 +197,7 @@ def _server_ways(case: Scenario) -> list[Changes]:
     ways: list[Changes] = [] if now.kv_cache_tokens is None else [{"rollout.kv_cache_tokens": None}]
     ways += [{"rollout.memory_fraction": 0.85}] if now.memory_fraction < 0.85 else []
     ways += [{"rollout.tensor_parallel": size} for size in (2, 4, 8) if size > now.tensor_parallel]
-    if now.weight_sync == "distributed":
+    if case.weight_sync == "distributed":
         ways += [{"rollout.sync_bucket_mb": size} for size in (1024, 256) if size < now.sync_bucket_mb]
         ways.append({"rollout.weight_sync": "disk"})
     return ways

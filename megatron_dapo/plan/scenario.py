@@ -99,7 +99,7 @@ class Calibration:
     disk_write: PositiveFloat
     disk_read: PositiveFloat
     gather_bandwidth: PositiveFloat
-    checksum_bandwidth: PositiveFloat
+    send_bandwidth: PositiveFloat
     mean_response: PositiveFloat
     response_sigma: NonNegativeFloat
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
@@ -165,6 +165,11 @@ class Scenario:
     def head_parameters(self) -> int:
         """Of an output layer that calculates in float32 (`model.fp32_head`); else 0."""
         return self.hf.vocab_size * self.hf.hidden_size if self.config.model.upcasts_head else 0
+
+    @property
+    def weight_sync(self) -> str:
+        """`rollout.weight_sync`, decided for GPUs."""
+        return self.config.rollout.way_of_weights(own_gpus=self.config.run.mode != "colocated")
 
     @property
     def servers(self) -> int:

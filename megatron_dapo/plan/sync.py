@@ -8,18 +8,17 @@ EXPORT_FILE_BYTES = 5 * 10**9
 
 
 def sync_seconds(case: Scenario) -> float:
-    """Of one publish to all servers; a bucket (`tensor`, `distributed`) is gathered, sent, and then comes the next.
+    """Of one publish to all servers; a bucket (`tensor`, `distributed`) is gathered while the one before is sent.
 
     What runs on a GPU at its memory's speed (checksums of tensors there, a server's copies) is not counted.
     """
-    model, constants, way = case.model_bytes, case.constants, case.config.rollout.weight_sync
+    model, constants, way = case.model_bytes, case.constants, case.weight_sync
     if way == "disk":
-        # Rank 0 gathers, and writes while it hashes; then the servers of every node read. The first on a node fills
+        # Rank 0 gathers and writes; then the servers of every node read. The first on a node fills
         # its page cache; all wait for the same disk.
         readers = readers_of_a_node(case.servers, case.server_gpus, constants)
         read = max(model / constants.disk_read, model * readers / constants.gather_bandwidth)
-        write = max(model / constants.disk_write, model / constants.checksum_bandwidth)
-        return model / constants.gather_bandwidth + write + read
+        return model / constants.gather_bandwidth + model / constants.disk_write + read
     layout = case.config.actor.layout
     experts, split = expert_parameters(case.hf) * case.dtype_bytes, layout.expert * layout.expert_tensor
     parts = ((model - experts, layout.tensor * layout.pipeline), (experts, split * layout.pipeline))
@@ -27,9 +26,14 @@ def sync_seconds(case: Scenario) -> float:
     if way == "tensor":
         # To the host once; then every rank of every server takes its share, each over a link of its own.
         share = model / case.config.rollout.tensor_parallel
-        return gather + model / constants.host_bandwidth + share / constants.host_bandwidth
-    # A broadcast is a pipeline through all ranks: each passes on what it receives.
-    return gather + model / constants.link(layout.world_size + case.server_gpus)
+        send = (model + share) / constants.host_bandwidth
+    else:
+        # A broadcast is a pipeline through all ranks: each passes on what it receives.
+        ranks = layout.world_size + case.server_gpus
+        link = constants.link(ranks)
+        send = model / (link if ranks <= constants.gpus_per_node else min(link, constants.send_bandwidth))
+    first = min(1.0, bucket_bytes(case) / model)
+    return max(gather + first * send, send + first * gather)
 
 
 def readers_of_a_node(servers: float, gpus: int, constants: Calibration) -> float:
@@ -50,9 +54,9 @@ def bucket_bytes(case: Scenario) -> float:
 
 def rank_bytes(case: Scenario) -> float:
     """On the GPU of trainer rank 0: the whole of one parameter is gathered there, and joined once more, in a copy
-    (`disk`) or in its bucket."""
+    (`disk`) or in its bucket, while the bucket before is sent."""
     largest = largest_parameter(case)
-    joined = largest if case.config.rollout.weight_sync == "disk" else bucket_bytes(case)
+    joined = largest if case.weight_sync == "disk" else 2 * bucket_bytes(case)
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
     return largest + joined + 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
 
@@ -60,14 +64,14 @@ def rank_bytes(case: Scenario) -> float:
 def server_bytes(case: Scenario) -> float:
     """On each GPU of a server, outside `memory_fraction`: in a process group SGLang receives the tensors of a bucket
     and joins them."""
-    return 2 * bucket_bytes(case) if case.config.rollout.weight_sync == "distributed" else 0.0
+    return 2 * bucket_bytes(case) if case.weight_sync == "distributed" else 0.0
 
 
 def host_bytes(case: Scenario) -> dict[str, float]:
     """In host memory of trainer rank 0, and of all nodes that read a weight version, by what holds them."""
-    if case.config.rollout.weight_sync == "tensor":
+    if case.weight_sync == "tensor":
         return {"rank 0: one bucket": bucket_bytes(case)}
-    if case.config.rollout.weight_sync == "distributed":
+    if case.weight_sync == "distributed":
         return {}
     file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)
     return {

@@ -87,9 +87,9 @@ class Run:
     @property
     def alarm_bounds(self) -> dict[str, float]:
         """Arguments of HealthMonitor that its config decides, where the file has them."""
-        asked = {name: self.setting(f"monitor.{name}") for name in ("mismatch_warn", "mismatch_stop")}
-        asked["small_batch"] = SMALL_BATCH.get(str(self.setting("algorithm.dynamic_sampling.filter")), 1.0)
-        return {name: value for name, value in asked.items() if isinstance(value, int | float)}
+        warn, sampling = self.setting("monitor.mismatch_warn"), str(self.setting("algorithm.dynamic_sampling.filter"))
+        told = {"mismatch_warn": float(warn)} if isinstance(warn, int | float) else {}
+        return told | {"small_batch": SMALL_BATCH.get(sampling, 1.0)}
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""

@@ -38,6 +38,10 @@ class Event(StrEnum):
     RESUMED = "resumed"
 
 
+LINE = "line"
+"""Its number, in each line, so that one that is lost is missed; older lines have none."""
+
+
 class LedgerError(RuntimeError):
     """The ledger contradicts itself. The message names the line."""
 
@@ -50,15 +54,18 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         drop_torn_line(path)  # it was never committed, so nothing rests on it
+        self._lines = sum(1 for _ in whole_lines(path)) if path.exists() else 0
         self._file = path.open("a", encoding="utf-8")
 
     def record(
         self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any
     ) -> None:
         """Append one event. `prompt` is the position in the shuffled order; none for events of the whole run."""
-        about = {"rollout_step": rollout_step, "weight_version": weight_version}
+        self._lines += 1
+        about: dict[str, Any] = {"rollout_step": rollout_step, "weight_version": weight_version}
+        about |= details | {LINE: self._lines}
         with naming(self._path):
-            self._file.write(json.dumps({"event": event, "prompt": prompt} | about | details) + "\n")
+            self._file.write(json.dumps({"event": event, "prompt": prompt} | about) + "\n")
 
     def commit(self) -> None:
         """Returns when everything recorded is on disk."""
@@ -76,15 +83,20 @@ def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[s
     """All events as written, a torn last line left out; of a long run `kinds` alone.
 
     Raises:
-        LedgerError: a line in the middle that is no event in JSON.
+        LedgerError: a line in the middle that is no event in JSON, or that follows one that is gone.
     """
     events: list[dict[str, Any]] = []
-    for place, line in whole_lines(path):
+    for number, (place, line) in enumerate(whole_lines(path), start=1):
         try:
             event = json.loads(line)
-            kind = event["event"]
+            kind, written = event["event"], event.pop(LINE, number)
         except (ValueError, TypeError, KeyError) as error:
             raise LedgerError(f"{place}: not an event ({error!r}); restore the file from a copy") from None
+        if written != number:
+            raise LedgerError(
+                f"{place}: was line {written} when it was written: others were lost or added since; restore the file "
+                "from a copy"
+            )
         if kinds is None or kind in kinds:
             events.append(event)
     return events

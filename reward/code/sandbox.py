@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from reward.code.landlock import readable
 from reward.code.values import receive, send
 from reward.verdict import VerifierError
 
@@ -46,7 +47,7 @@ class Sandbox:
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
         options = "-PsSBu" if stderr else "-PsSB"  # unbuffered, so that both come in order
-        self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
+        self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s, "readable": readable()}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, options, "-X", "utf8", "-c", _PROGRAM, mode, str(requests), str(replies)],

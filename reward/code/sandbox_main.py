@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any
 
-from reward.code import seccomp
+from reward.code import landlock, seccomp
 from reward.code.values import CHANGEABLE, NotPlain, decode, encode, receive, send
 
 _NOT_IMPORTED = {"antigravity", "idlelib", "test", "this", "tkinter", "turtle", "turtledemo"}
@@ -29,6 +29,7 @@ def main() -> None:
     code = None
     failure = ""
     try:
+        landlock.confine(order["readable"])
         seccomp.lock(seccomp.READING | seccomp.LOCKING)
         try:
             tree = ast.parse(order["source"], "<response>")
@@ -37,7 +38,7 @@ def main() -> None:
         except Exception as error:  # no Python, too deep, null bytes: wrong, and nothing is run
             failure = type(error).__name__
         seccomp.lock()
-    except seccomp.LockError as error:
+    except (seccomp.LockError, OSError) as error:  # the latter: a path of reward.code_reads
         send(replies, {"open": str(error)})
         return
     send(replies, {"locked": failure})

@@ -56,6 +56,11 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def forbid_privileges() -> None:
+    """No program that this process starts has more rights than itself: without that nobody may install a filter."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
 def lock(also: Mapping[str, int] | None = None) -> None:
     """Installs the filter, for the rest of the life of the process.
 
@@ -70,7 +75,7 @@ def lock(also: Mapping[str, int] | None = None) -> None:
     program = _program({*ALLOWED.values(), *(also or {}).values()}, may_load=also is not None)
     buffer = ctypes.create_string_buffer(program)
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer)))
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    forbid_privileges()
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header))
 
 

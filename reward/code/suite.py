@@ -4,7 +4,7 @@ What the tests call by name is a stand-in that asks the sandbox and gets plain v
 does to its own process, to builtins, at exit, to frames or files: there is no test to find there and no verdict to
 overwrite. The most it can do is to give an answer, which the tests compare: a plain value, of a built-in type whose
 `==` and `<` are Python's own. The tests come out of a data file, so they are confined
-too: they may read files, to import what they need, and write none.
+too: they may read Python's files (`reward.code.landlock`), to import what they need, and write none.
 """
 
 import builtins
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from reward.code.landlock import confine, readable
 from reward.code.sandbox import Sandbox
 from reward.code.seccomp import READING, die_with_parent, hide_memory, lock
 from reward.code.values import NotPlain, become, decode, encode, receive, send
@@ -79,13 +80,14 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
         NotPlain: it does not, and the tests had passed it what is no plain value.
     """
     result, verdict = os.pipe()
+    files = readable()
     pid = os.fork()
     if pid == 0:
         try:
             die_with_parent()
             hide_memory()
-            _keep_open(verdict, sandbox.requests, sandbox.replies)
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
+            _forget(verdict, sandbox.requests, sandbox.replies)
+            confine(files)
             lock(READING)
             caller = _Caller(sandbox, deadline)
             send(verdict, {"passed": _run(suite, caller), "fault": caller.fault})
@@ -107,12 +109,19 @@ def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
     return bool(outcome["passed"])
 
 
-def _keep_open(*kept: int) -> None:
-    """Closes every other descriptor but the standard ones, such as the worker's line to the pool."""
+def _forget(*kept: int) -> None:
+    """Lets go of what is the worker's: every other descriptor, such as its line to the pool, variables, modules."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
+        if int(name) not in kept:
             with suppress(OSError):  # the one that listed them
                 os.close(int(name))
+    for _ in range(3):
+        os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
+    for variable in [name for name in os.environ if name != "TZ" and not name.endswith("_THREADS")]:
+        del os.environ[variable]
+    for module in [name for name in sys.modules if name.partition(".")[0] == "reward"]:
+        del sys.modules[module]
 
 
 def _run(suite: Suite, caller: "_Caller") -> bool:

@@ -56,6 +56,8 @@ class _Work:
 
     jobs: Sequence[Job]
     results: Future[Sequence[Result]] = field(default_factory=Future)
+    alone: bool = False
+    """Whether a worker gets it without other work."""
 
     @property
     def characters(self) -> int:
@@ -115,13 +117,28 @@ class RewardPool:
         """
         if self._failure is not None:
             raise self._failure
-        asking = self._service.step(episode) if environment == REMOTE else self._alone(Step(environment, episode))
-        asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        if environment != REMOTE:
+            return await self._step_here(Step(environment, episode))
+        asked = asyncio.run_coroutine_threadsafe(self._service.step(episode), self._loop)
         try:
             stepped = await self._wait(asked)
             self._last_progress = time.monotonic()
         finally:
             asked.cancel()
+        return stepped
+
+    async def _step_here(self, step: Step, *, last: bool = False) -> Stepped:
+        """The answer of a worker, which comes straight to the caller's event loop; `last` as in `_alone`."""
+        work = _Work([step], alone=last)
+        self._loop.call_soon_threadsafe(self._enqueue, self._steps, [work])
+        try:
+            (stepped,) = await self._wait(work.results)
+        except WorkerLost as lost:
+            if lost.again and not last:
+                return await self._step_here(step, last=True)
+            return Stepped(seconds=lost.seconds, error=str(lost))
+        finally:
+            work.results.cancel()
         assert isinstance(stepped, Stepped)
         return stepped
 
@@ -132,7 +149,7 @@ class RewardPool:
         if self._failure is not None:
             raise self._failure
         works = [_Work(batch) for batch in _batches(fast)]
-        self._loop.call_soon_threadsafe(self._enqueue, works)
+        self._loop.call_soon_threadsafe(self._enqueue, self._fast, works)
         alone = self._each(self._judge_alone, slow) if slow else None
         results: list[Result | VerificationRequest] = []
         try:
@@ -216,13 +233,13 @@ class RewardPool:
             works = await self._take(queue)
             if works:
                 process = process or await self._start(_SLOW_NICENESS)
-                if not await self._do(process, works, alone=not fast):
+                if not await self._do(process, works, slow=not fast):
                     await self._end(process)
                     process = await self._start(0) if fast else None
 
     async def _start(self, niceness: int, attempt: int = 1) -> WorkerProcess:
         """A worker that is ready. Raises PoolError: none comes up."""
-        process = WorkerProcess(self._config.memory_mb, niceness)
+        process = WorkerProcess(self._config, niceness)
         self._processes.add(process)
         try:
             await process.wait_ready()
@@ -252,11 +269,11 @@ class RewardPool:
                 characters += works[-1].characters
         return [work for work in works if not work.results.done()]
 
-    async def _do(self, process: WorkerProcess, works: list[_Work], *, alone: bool) -> bool:
+    async def _do(self, process: WorkerProcess, works: list[_Work], *, slow: bool) -> bool:
         """Has the process do the work and passes the results on; False if the process must be replaced."""
         jobs = [job for work in works for job in work.jobs]
         try:
-            results = iter(await process.judge(jobs, alone=alone, limit_s=self._config.timeout_s))
+            results = iter(await process.judge(jobs, slow=slow, limit_s=self._config.timeout_s))
         except WorkerLost as lost:
             for work in works:
                 with suppress(InvalidStateError):  # its caller has just given up
@@ -269,9 +286,9 @@ class RewardPool:
                 work.results.set_result([next(results) for _ in work.jobs])
         return True
 
-    def _enqueue(self, works: list[_Work]) -> None:
+    def _enqueue(self, queue: asyncio.Queue[_Work], works: list[_Work]) -> None:
         for work in works:
-            self._fast.put_nowait(work)
+            queue.put_nowait(work)
             self._unfinished.add(work.results)
             work.results.add_done_callback(self._unfinished.discard)
 
@@ -285,7 +302,7 @@ class RewardPool:
         """The verdict of a worker that has nothing else to do meanwhile."""
         return await self._settle(await self._alone(job, last=last))
 
-    async def _alone(self, job: Job, *, last: bool = False) -> Result:
+    async def _alone(self, job: VerificationRequest | Deferred, *, last: bool = False) -> Result:
         """The result of a worker that has nothing else to do meanwhile.
 
         If a worker is lost and something else may be to blame, such as earlier work, the job gets a second and last
@@ -293,14 +310,12 @@ class RewardPool:
         """
         try:
             work = _Work([job])
-            (self._steps if isinstance(job, Step) else self._slow).put_nowait(work)
+            self._slow.put_nowait(work)
             (result,) = await asyncio.wrap_future(work.results)
             return result
         except WorkerLost as lost:
             if lost.again and not last:
                 return await self._alone(job, last=True)
-            if isinstance(job, Step):
-                return Stepped(seconds=lost.seconds, error=str(lost))
             return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
 
     async def _settle(self, result: Result | VerificationRequest) -> Verdict:

@@ -12,7 +12,7 @@ from typing import Any
 from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
 from reward.environment import Step, Stepped, ask, load_environment, sendable
-from reward.pool.messages import LENGTH, READY, Job, Reply, Result, decode_order, encode_reply
+from reward.pool.messages import HEADER, READY, Job, Reply, Result, decode_order, encode_reply
 from reward.registry import VERIFIERS, load
 from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
 from reward.verifiers import robust
@@ -33,19 +33,20 @@ def main() -> None:
     _limit_memory(memory_mb)
     with socket.socket(fileno=descriptor).makefile("rwb") as connection:
 
-        def send(reply: Reply) -> None:
-            connection.write(encode_reply(reply))
+        def send(reply: Reply, number: int = 0) -> None:
+            connection.write(encode_reply(reply, number))
             connection.flush()
 
         send(READY)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent keeps what was written to explain a failed start
-        while header := connection.read(LENGTH.size):
-            jobs, alone = decode_order(connection.read(*LENGTH.unpack(header)))
-            if alone:
-                if _imports(jobs[0], verifiers):
+        while header := connection.read(HEADER.size):
+            length, number = HEADER.unpack(header)
+            jobs, imports = decode_order(connection.read(length))
+            if imports:
+                if any([_imports(job, verifiers) for job in jobs]):
                     _limit_memory(memory_mb)
-                send(READY)
-            send([judge(job, verifiers) for job in jobs])
+                send(READY, number)
+            send([judge(job, verifiers) for job in jobs], number)
 
 
 def _limit_memory(memory_mb: int) -> None:

@@ -6,6 +6,7 @@ main module. This starts in about 0.1 s and imports nothing but the verifiers.
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from reward.code import READS
+from reward.config import RewardConfig
 from reward.environment import Step, Stepped
-from reward.pool.messages import FRAME_LIMIT, LENGTH, READY, Job, Reply, Result, decode_reply, encode_order
+from reward.pool.messages import FRAME_LIMIT, HEADER, READY, Job, Reply, Result, decode_reply, encode_order, needed
 from reward.verdict import Deferred
 
 START_LIMIT_S = 120.0
@@ -28,11 +31,12 @@ _LOG_TAIL = 2000
 _PART_BYTES = 1 << 20
 
 
-def worker_environment() -> dict[str, str]:
+def worker_environment(config: RewardConfig) -> dict[str, str]:
     """Environment of a process that finds the same modules as this one, the user's in the working directory last, and
     computes in one thread."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
-    return os.environ | dict.fromkeys(_THREADS, "1") | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), READS: os.pathsep.join(config.code_reads)}
+    return os.environ | dict.fromkeys(_THREADS, "1") | own
 
 
 class WorkerStartError(RuntimeError):
@@ -50,7 +54,7 @@ class WorkerLost(Exception):
 class WorkerProcess:
     """A running worker, for one task of one event loop."""
 
-    def __init__(self, memory_mb: int, niceness: int) -> None:
+    def __init__(self, config: RewardConfig, niceness: int) -> None:
         """Starts the process, `niceness` below this one's priority; `wait_ready` must follow.
 
         It dies with the thread that calls this.
@@ -59,15 +63,17 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         self._used = False
+        self._imported = set[str]()
+        """What slow jobs needed before, as `needed`."""
         with theirs:
-            settings = [theirs.fileno(), os.getpid(), memory_mb, niceness]
+            settings = [theirs.fileno(), os.getpid(), config.memory_mb, niceness]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "reward.pool.worker", *map(str, settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(),),
-                env=worker_environment(),
+                env=worker_environment(config),
                 start_new_session=True,  # Ctrl-C reaches a whole group; the run ends its workers itself
             )
         self.pid = self._process.pid
@@ -76,7 +82,7 @@ class WorkerProcess:
         """Waits until the worker serves. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await self._receive()
+                await self._receive(0)
         except (EOFError, OSError) as error:
             why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else await self._death()
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
@@ -85,44 +91,53 @@ class WorkerProcess:
         finally:
             self._log.close()  # a worker that is ready writes to /dev/null
 
-    async def judge(self, jobs: Sequence[Job], *, alone: bool, limit_s: float) -> Sequence[Result]:
-        """Their results, in at most `limit_s` of wall-clock time, imports not counted; `alone` as in `encode_order`.
+    async def judge(self, jobs: Sequence[Job], *, slow: bool, limit_s: float) -> Sequence[Result]:
+        """Their results, in at most `limit_s` of wall-clock time, imports not counted.
+
+        Args:
+            slow: they are for a slow verifier, an environment or algebra, and may need imports; else for fast ones.
 
         Raises:
             WorkerLost: there are none, or one that took all memory.
         """
-        again, self._used, start = self._used, True, time.monotonic()
+        again, self._used, start = self._used or len(jobs) > 1, True, time.monotonic()
+        needs = {needed(job) for job in jobs} - self._imported if slow else set[str]()
+        number, stepping = secrets.randbits(64), isinstance(jobs[0], Step)
         try:
-            async with asyncio.timeout(START_LIMIT_S if alone else limit_s) as limit:
-                await self._send(encode_order(jobs, alone))
-                if alone:
-                    if await self._receive() is not READY:
+            async with asyncio.timeout(START_LIMIT_S if needs else limit_s) as limit:
+                await self._send(encode_order(jobs, bool(needs)), number)
+                if needs:
+                    if await self._receive(number) is not READY:
                         raise ValueError("an unexpected reply: the next one would belong to another request")
                     limit.reschedule(asyncio.get_running_loop().time() + limit_s)
-                results = await self._receive()
+                    self._imported |= needs
+                results = await self._receive(number)
             if results is READY or len(results) != len(jobs):
                 raise ValueError("a reply that is no result")
-            if isinstance(jobs[0], Step) is not isinstance(results[0], Stepped):
+            if any(isinstance(each, Stepped) is not stepping for each in results):
                 raise ValueError("a reply to another question")
-            if alone and not isinstance(results[0], Deferred) and results[0].error == "memory":
+            if slow and any(not isinstance(each, Deferred) and each.error == "memory" for each in results):
                 raise MemoryError
             return results
         except MemoryError:
             reason = "memory"
         except TimeoutError:
-            reason, again = "timeout", False
+            reason, again = "timeout", len(jobs) > 1
         except ValueError as error:  # the worker still runs: there is no exit code to report
             reason = f"worker: {error}"[:200]
         except (EOFError, OSError):  # somebody else may have killed it, as the kernel does where memory is short
             reason, again = await self._death(), True
         raise WorkerLost(reason, time.monotonic() - start, again)
 
-    async def _send(self, content: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(content)) + content)
+    async def _send(self, content: bytes, number: int) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content), number) + content)
 
-    async def _receive(self) -> Reply:
-        """The next reply. Raises EOFError, OSError (the worker is gone), ValueError (it is no reply)."""
-        (length,) = LENGTH.unpack(await self._read(LENGTH.size))
+    async def _receive(self, number: int) -> Reply:
+        """The next reply, to the order of this number. Raises EOFError, OSError (the worker is gone), ValueError (it is
+        no reply, or to another order)."""
+        length, answered = HEADER.unpack(await self._read(HEADER.size))
+        if answered != number:
+            raise ValueError("a reply to another order")
         if length > FRAME_LIMIT:
             raise EOFError(f"frame of {length} bytes; the limit is {FRAME_LIMIT}")
         return decode_reply(await self._read(length))

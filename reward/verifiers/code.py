@@ -8,7 +8,8 @@ The ground truth is a JSON object in one of two forms, either with an optional `
 
 The code runs in a process that can compute and nothing else (`reward.code.seccomp`) and that never holds a test or an
 expected output, so there is nothing to forge: printing, ending early or taking Python apart gives no credit. The price:
-only the standard library; arguments and results are plain values, passed by value, and methods of objects.
+only the standard library; arguments and results are plain values, passed by value, and methods of objects. Tests may
+import what is installed and read no other file (`reward.code_reads`).
 
 Environment `python` runs programs in the same process: the last Python block of a turn is run, and what it prints is
 the tool's result. A turn without such a block is the answer, which the prompt's verifier judges.

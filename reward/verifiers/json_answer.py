@@ -49,14 +49,8 @@ def judge(request: VerificationRequest) -> Judgement:
 
 
 def same(given: Any, wanted: Any) -> bool:
-    """Equality of JSON values."""
-    if isinstance(given, bool) or isinstance(wanted, bool):
-        return given is wanted
-    if isinstance(given, dict) and isinstance(wanted, dict):
-        return given.keys() == wanted.keys() and all(same(value, wanted[key]) for key, value in given.items())
-    if isinstance(given, list) and isinstance(wanted, list):
-        return len(given) == len(wanted) and all(map(same, given, wanted))
-    return given == wanted
+    """Equality of JSON values, as JSON Schema defines it."""
+    return jsonschema.Draft202012Validator({"const": wanted}).is_valid(given)
 
 
 _IN_PLACE = ("not", "if", "then", "else")

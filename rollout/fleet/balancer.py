@@ -138,9 +138,13 @@ class Balancer:
     def dispatch(self) -> None:
         """Gives free places to waiting requests."""
         while self.is_open and self._waiting:
-            ready = [member for member in self.members if member.state is State.READY and member.gate.is_set()]
-            free = [member for member in ready if member.in_flight < self.limit]
-            match = self._match(free) if free else None
+            first = self._waiting[0]
+            home = None if first.avoid is not None else self._group_server.get(first.group_id)
+            if home is not None and self._is_free(home):  # what `_match` would find, without a look at all servers
+                match: tuple[int, Member] | None = (0, home)
+            else:
+                free = [member for member in self.members if self._is_free(member)]
+                match = self._match(free) if free else None
             if match is None:
                 return
             index, member = match
@@ -153,6 +157,9 @@ class Balancer:
                 del self._group_server[next(iter(self._group_server))]
             member.in_flight += 1
             waiter.place.set_result(member)
+
+    def _is_free(self, member: Member) -> bool:
+        return member.state is State.READY and member.gate.is_set() and member.in_flight < self.limit
 
     def _match(self, free: list[Member]) -> tuple[int, Member] | None:
         """The next waiting request, by index, and its server: the first one whose group is at a free server, or at no

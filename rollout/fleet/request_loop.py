@@ -81,14 +81,19 @@ class Response:
         return np.concatenate([np.zeros(0, np.int32), *(reply.token_ids for reply, _ in self.parts)])
 
     @property
+    def tokens(self) -> int:
+        """T."""
+        return sum(reply.token_ids.size for reply, _ in self.parts)
+
+    @property
     def given(self) -> tuple[tuple[int, int], ...]:
         """`Generation.given`, so far: the phrase that ends the thinking, behind `budget` drawn tokens. It follows from
         the drawn tokens alone, and is found out once."""
-        thinking, drawn = self.request.sampling.thinking, self.drawn
-        if thinking is None or drawn.size < thinking.budget:
+        thinking = self.request.sampling.thinking
+        if thinking is None or self.tokens < thinking.budget:
             return ()
         if self._given is None:
-            thought = drawn[: thinking.budget]
+            thought = self.drawn[: thinking.budget]
             stopped = thought.size > 0 and int(thought[-1]) in self.request.sampling.stop_token_ids
             self._given = () if stopped or thinking.ended(thought) else ((thinking.budget, len(thinking.end_ids)),)
         return self._given
@@ -106,7 +111,7 @@ class Response:
 
     @property
     def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - self.drawn.size
+        return self.request.sampling.max_new_tokens - self.tokens
 
     @property
     def stretch(self) -> int:
@@ -114,7 +119,7 @@ class Response:
         missing."""
         if self._end is not None:
             return 0
-        thinking, drawn = self.request.sampling.thinking, self.drawn.size
+        thinking, drawn = self.request.sampling.thinking, self.tokens
         return thinking.budget - drawn if thinking is not None and drawn < thinking.budget else self.tokens_left
 
     @property
@@ -131,7 +136,7 @@ class Response:
         if not self.parts:
             return None
         reply, thinking = self.parts[-1][0], self.request.sampling.thinking
-        at_budget = thinking is not None and self.drawn.size == thinking.budget and reply.token_ids.size > 0
+        at_budget = thinking is not None and self.tokens == thinking.budget and reply.token_ids.size > 0
         if reply.finish_reason is FinishReason.STOP or (reply.finish_reason is FinishReason.LENGTH and not at_budget):
             return reply.finish_reason
         if self.tokens_left <= 0:  # the limit counts before the stop token, as in a server
@@ -301,17 +306,15 @@ class RequestLoop:
         key = str(response.home[1]) if self.config.on_publish == "keep" and response.home is not None else None
         options: dict[str, Any] = {"seed": seed, "segments": kept, "routed_from": routed, "cache_key": key}
         asking = member.client.generate(rid, prompt, sampling, **options)
-        call = asyncio.ensure_future(member.call(asking))
+        # A server that is merely slow answers the abort with what it has.
+        late = asyncio.get_running_loop().call_later(self.config.request_deadline_s, self._abort, member, rid)
         try:
-            await asyncio.wait({call}, timeout=self.config.request_deadline_s)
-            if not call.done():  # a server that is merely slow answers the abort with what it has
-                self._abort(member, rid)
-            return self._checked(member, await call, response)
+            return self._checked(member, await member.call(asking), response)
         except (ServerUnavailable, asyncio.CancelledError):
             self._abort(member, rid)
             raise
         finally:
-            call.cancel()
+            late.cancel()
 
     def _streamed(self, member: Member, segments: Sequence[Reply], response: Response) -> Reply | None:
         """What a server has sent of a part, if that can be used."""

@@ -78,12 +78,13 @@ class RemoteServer(Engine):
         return f"{self._url} was started by somebody else; see its log there"
 
 
-def group_environment(config: RolloutConfig) -> dict[str, str]:
+def group_environment(config: RolloutConfig, *, own_gpus: bool) -> dict[str, str]:
     """Variables that both ends of a process group over NCCL need, trainer ranks and servers, where nobody has set them.
 
     SGLang sets them for itself. A trainer with NCCL's defaults would exchange memory handles of another kind.
+    `own_gpus`: as for `RolloutConfig.way_of_weights`.
     """
-    if config.weight_sync != "distributed":
+    if config.way_of_weights(own_gpus=own_gpus) != "distributed":
         return {}
     symmetric = "--enable-symm-mem" in config.extra_args
     sharp = symmetric or "--enable-nccl-nvls" in config.extra_args
@@ -173,7 +174,8 @@ class LocalServer:
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
         short = {"TMPDIR": "/tmp"} if len(tempfile.gettempdir()) > LONGEST_TMPDIR else {}
         ours = {"PYTHONPATH": path, "PATH": programs, launch_server.PARENT: str(os.getpid())}
-        return group_environment(self.config) | os.environ | ours | key | gpus | short
+        own_gpus = self.spec.device == "cuda" and not self.spec.shares_memory
+        return group_environment(self.config, own_gpus=own_gpus) | os.environ | ours | key | gpus | short
 
 
 def hold_port(config: RolloutConfig, index: int) -> socket.socket:

@@ -3,7 +3,9 @@
 Each tensor of the server (rollout.weights.server_tensors) is made here too and hashed with the server's own hash, so
 equal checksums mean equal weights on every rank. The hash is that of SGLang's weight checker: `cpu_hash` for servers on
 a CPU, `cuda_hash` for servers on a GPU, both of 16 hex digits. It takes a tensor as parts that follow each other along
-the first dimension, neither joins nor copies them as a whole, and runs on the device where they are.
+the first dimension, and neither joins nor copies them as a whole. That of GPU servers is sums of integers that wrap, so
+that it is the same on every device: it is computed where the tensors are, and only 8 bytes of each come to the host, of
+all that `flush` waits for in one copy.
 """
 
 import hashlib
@@ -32,7 +34,10 @@ AHEAD_BYTES = 1 << 30
 """Of tensors that are hashed at a time: `add` waits beyond that."""
 
 BLOCK_BYTES = 16 << 20
-"""Bytes of a tensor that are processed at a time."""
+"""Bytes of a tensor that are processed at a time: few kernels on a GPU, nothing that counts beside a bucket."""
+
+CPU_BLOCK_BYTES = 1 << 18
+"""The same on a CPU: with its intermediates in the cache."""
 
 _TILE_WORDS = 8192
 _TILE_BYTES = 4 * _TILE_WORDS
@@ -76,7 +81,7 @@ class ChecksumStream:
                 self._by_source[source].append((info, tensor))
         self.missing = set(names)
         """Those that have not come yet."""
-        self._hashes: dict[tuple[ServerInfo, ServerTensor], Future[str]] = {}
+        self._hashes: dict[tuple[ServerInfo, ServerTensor], Future[str | Tensor]] = {}
         self._incomplete: dict[str, Tensor] = {}
         """Tensors that wait for another one that they are fused with: at most what one fused tensor is made of, such as
         gate and up of all experts of a layer, beside what `add` is given."""
@@ -98,7 +103,10 @@ class ChecksumStream:
             for key in self._by_source[name]:
                 sources = key[1].sources
                 if key not in self._hashes and all(source in known for source in sources):
-                    self._hashes[key] = self._pool.submit(self._hash, *key, known)
+                    # A GPU is only given work, in order with what fills the tensors and uses them again.
+                    at_once = tensors[name].is_cuda and key[0].device != "cpu"
+                    hashed = _done(self._hash(*key, known)) if at_once else self._pool.submit(self._hash, *key, known)
+                    self._hashes[key] = hashed
         still = {name for name in known if any(key not in self._hashes for key in self._by_source[name])}
         self._incomplete = {name: known[name] for name in still}
         self._ahead += sum(tensor.nbytes for tensor in tensors.values())
@@ -113,6 +121,12 @@ class ChecksumStream:
             name: copied[name] if name in copied else each.clone() for name, each in self._incomplete.items()
         }
         self._incomplete = dict(self._copied)
+        # The one wait for a GPU: what is read above comes before it on the same stream.
+        sums = {key: value for key, each in self._hashes.items() if isinstance(value := each.result(), Tensor)}
+        for key, total in zip(sums, torch.stack(list(sums.values())).tolist() if sums else (), strict=True):
+            self._hashes[key] = _done(_text(total))
+        if any(each.is_cuda for each in self._copied.values()):
+            torch.cuda.current_stream().synchronize()
 
     def finish(self) -> dict[ServerInfo, Checksums]:
         """Of each kind, once all tensors were given.
@@ -120,15 +134,16 @@ class ChecksumStream:
         Raises:
             ValueError: a tensor never came.
         """
+        self.flush()
         checksums: dict[ServerInfo, Checksums] = {info: defaultdict(dict) for info in self._dtypes}
         for info, tensor in self._expected:
             if (info, tensor) not in self._hashes:
                 raise ValueError(f"{tensor.name} was never whole: one of its parts did not come")
-            checksums[info][tensor.rank][tensor.name] = self._hashes[info, tensor].result()
+            checksums[info][tensor.rank][tensor.name] = str(self._hashes[info, tensor].result())
         return {info: dict(by_rank) for info, by_rank in checksums.items()}
 
-    def _hash(self, info: ServerInfo, tensor: ServerTensor, parts: Mapping[str, Tensor]) -> str:
-        digest = cpu_hash if info.device == "cpu" else cuda_hash
+    def _hash(self, info: ServerInfo, tensor: ServerTensor, parts: Mapping[str, Tensor]) -> str | Tensor:
+        digest = cpu_hash if info.device == "cpu" else cuda_sum
         return digest([piece.to(self._dtypes[info]) for piece in tensor.pieces(parts)])
 
 
@@ -182,27 +197,55 @@ def cpu_hash(parts: Sequence[Tensor]) -> str:
 
 
 def cuda_hash(parts: Sequence[Tensor]) -> str:
-    """SGLang's `gpu_tensor_hash`: a sum over the 32-bit words, each mixed with its position, tile by tile of 8192.
+    """SGLang's `gpu_tensor_hash`."""
+    return _text(int(cuda_sum(parts)))
 
-    Every word v at index i gives fmix32(v ^ (i * A + seed ^ rotate(i))) for two sets of constants; a tile's two sums
-    are mixed again and joined to 64 bits, the tiles' 64-bit values are added, and splitmix64 is applied last. The words
-    are int32 here, whose products and sums wrap as the kernel's unsigned ones do.
+
+def cuda_sum(parts: Sequence[Tensor]) -> Tensor:
+    """What SGLang's `gpu_tensor_hash` mixes last: int64 [], on the device of `parts`, which nothing here waits for.
+
+    A sum over the 32-bit words, each mixed with its position, tile by tile of 8192. Every word v at index i gives
+    fmix32(v ^ (i * A + seed ^ rotate(i))) for two sets of constants; a tile's two sums are mixed again and joined to 64
+    bits, and the tiles' values are added. The words are int32 here, whose products and sums wrap as the kernel's
+    unsigned ones do. A tile's first index and the place in it have no bit in common, so `rotate` and the product are
+    those of each, combined: what is computed for every word are the sum of two, three times "or else", and fmix32.
     """
-    size = sum(part.numel() * part.element_size() for part in parts)
+    size, device = sum(part.numel() * part.element_size() for part in parts), parts[0].device
     size += -size % 4
-    total, begin = 0, 0
+    total, begin = torch.zeros((), dtype=torch.int64, device=device), 0
+    inside = torch.arange(_TILE_WORDS, dtype=torch.int32, device=device)
+    factors, turns = _positions(inside, with_seed=True)
     for run in _whole_tiles(parts):
-        words = pad(run, (0, -run.numel() % 4)).view(torch.int32)
-        index = torch.arange(begin, begin + words.numel(), device=words.device).to(torch.int32)
-        halves = []
-        for seed, (factor, rotation) in zip(_SEEDS, _POSITION, strict=True):
-            position = (index * signed(factor) + signed(seed)) ^ rotate(index, rotation)
-            mixed = fmix32(words ^ position)
-            tiles = pad(mixed, (0, -mixed.numel() % _TILE_WORDS)).view(-1, _TILE_WORDS).sum(1, dtype=torch.int32)
-            halves.append(fmix32(tiles ^ signed(size & _LOW32)).to(torch.int64))
-        total += int(((halves[0] << 32) | (halves[1] & _LOW32)).sum())
-        begin += words.numel()
+        words = -(-run.numel() // 4)
+        if missing := -run.numel() % _TILE_BYTES:
+            run = pad(run, (0, missing))
+        tiles = run.view(torch.int32).view(-1, _TILE_WORDS)
+        first = torch.arange(begin, begin + tiles.numel(), _TILE_WORDS, device=device).to(torch.int32)
+        first_factors, first_turns = (each[:, :, None] for each in _positions(first, with_seed=False))
+        mixed = (first_factors + factors[:, None]).bitwise_xor_(turns[:, None]).bitwise_xor_(first_turns)
+        mixed = fmix32(mixed.bitwise_xor_(tiles))
+        mixed.view(2, -1)[:, words:] = 0
+        high, low = fmix32(mixed.sum(2, dtype=torch.int32) ^ signed(size & _LOW32)).to(torch.int64)
+        total += ((high << 32) | (low & _LOW32)).sum()
+        begin += words
+    return total
+
+
+def _positions(index: Tensor, *, with_seed: bool) -> tuple[Tensor, Tensor]:
+    """Of int32 [n]: i * A (+ seed), and rotate(i), each for both sets of constants, [2, n]."""
+    seeds = _SEEDS if with_seed else (0, 0)
+    products = [index * signed(factor) + signed(seed) for seed, (factor, _) in zip(seeds, _POSITION, strict=True)]
+    return torch.stack(products), torch.stack([rotate(index, bits) for _, bits in _POSITION])
+
+
+def _text(total: int) -> str:
     return f"{_splitmix64(total & _LOW64):016x}"
+
+
+def _done(value: str | Tensor) -> "Future[str | Tensor]":
+    done: Future[str | Tensor] = Future()
+    done.set_result(value)
+    return done
 
 
 def _blocks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -212,8 +255,12 @@ def _blocks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
         if rows.numel() == 0:
             continue
         bytes_a_row = rows.element_size() * rows[0].numel()
-        for block in rows.split(max(1, BLOCK_BYTES // bytes_a_row)):
+        for block in rows.split(max(1, _block_bytes(part) // bytes_a_row)):
             yield block.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _block_bytes(part: Tensor) -> int:
+    return BLOCK_BYTES if part.is_cuda else CPU_BLOCK_BYTES
 
 
 def _whole_tiles(parts: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -221,7 +268,7 @@ def _whole_tiles(parts: Sequence[Tensor]) -> Iterator[Tensor]:
     rest: list[Tensor] = []
     for block in _blocks(parts):
         rest.append(block)
-        if sum(each.numel() for each in rest) < BLOCK_BYTES:
+        if sum(each.numel() for each in rest) < _block_bytes(block):
             continue
         joined = torch.cat(rest) if len(rest) > 1 else block
         whole = joined.numel() // _TILE_BYTES * _TILE_BYTES

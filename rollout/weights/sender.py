@@ -1,12 +1,15 @@
 """The trainer's end of a weight sync without files: sends buckets to all servers and computes the checksums that the
 servers must then report. It runs in trainer rank 0, which holds the gathered weights, and calls the servers itself.
 
-    WeightSender.put(bucket) -> Transport.send -> SglangClient.update_weights -> server
-                             -> ChecksumStream (hashed meanwhile) -> Sent.checksums
+    WeightSender.put(bucket) -> a thread: Transport.send -> SglangClient.update_weights -> server
+                                          ChecksumStream (hashed meanwhile) -> Sent.checksums
+
+While that thread sends, loads and hashes one bucket, the ranks gather the next: two are in memory, never more.
 """
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -65,7 +68,10 @@ class WeightSender:
         self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
         self._failures: dict[str, Failure] = {}
-        self._runner = asyncio.Runner()
+        self._runner, self._thread = asyncio.Runner(), ThreadPoolExecutor(1, thread_name_prefix="weight-sender")
+        self._under_way: Future[None] | None = None
+        # On that of the gathering, a bucket would be sent and hashed only between two gathers.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -73,28 +79,60 @@ class WeightSender:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._runner.run(self._close())
-        self._runner.close()
+        if self._under_way is not None:
+            wait([self._under_way])
+        self._run(self._close()).result()
+        self._thread.submit(self._runner.close).result()
+        self._thread.shutdown()
 
     def buffer(self, size: int) -> Tensor:
-        """Memory for the next bucket, which the transport can send from."""
+        """Memory for the next bucket, which the transport can send from; another than that of the bucket under way."""
         if self._transport is None:  # not in the constructor: an error here must not leave the other ranks waiting
-            self._runner.run(self._open())
+            self._run(self._open()).result()
         assert self._transport is not None
         self._buffer = self._transport.buffer(size)
         return self._buffer
 
     def put(self, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Sends a bucket and hashes it meanwhile; on return its memory may be used again."""
-        self._checksums.add(tensors)
+        """Returns when the bucket before is sent and hashed, and its memory may be used again; this one is then under
+        way."""
+        self._finish()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._under_way = self._run(self._pass_on(self._buffer, bucket, tensors))
+
+    def _finish(self) -> None:
+        if self._under_way is not None:
+            self._under_way.result()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+        """In the thread, one after the other."""
+
+        def run() -> None:
+            with torch.cuda.stream(self._stream):
+                self._runner.run(work)
+
+        return self._thread.submit(run)
+
+    async def _pass_on(self, buffer: Tensor, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
         self._bytes += bucket.size
-        label = None if self._checksums.missing else self._request.label
+        label = self._request.label if self._checksums.missing <= tensors.keys() else None
+        work: list[Coroutine[Any, Any, None]] = []
         if self._clients and self._transport is not None:
-            self._runner.run(self._drop_failed(self._transport.send(self._buffer, bucket, self._clients, label)))
-        self._checksums.flush()
+            work.append(self._drop_failed(self._transport.send(buffer, bucket, self._clients, label)))
+        # Both to their ends, whatever becomes of the other: they use the buffer.
+        done = await asyncio.gather(*work, asyncio.to_thread(self._hash, tensors), return_exceptions=True)
+        for error in filter(None, done):
+            raise error
+
+    def _hash(self, tensors: Mapping[str, Tensor]) -> None:
+        with torch.cuda.stream(self._stream):
+            self._checksums.add(tensors)
+            self._checksums.flush()
 
     def report(self) -> Sent:
-        """Once the last bucket was put."""
+        """Once the last bucket was put: waits for it."""
+        self._finish()
         return Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
 
     async def _open(self) -> None:

@@ -80,7 +80,8 @@ class SharedMemoryTransport:
     """Memory of this machine without a name in the file system, so it is freed when this process ends.
 
     The servers map it read-only, and each rank reads its share. They must run on this machine as the same user. Weights
-    on a GPU are gathered and hashed there, and copied to the memory bucket by bucket.
+    on a GPU are gathered and hashed there, and copied to the memory bucket by bucket; on a CPU they are gathered in it,
+    in two pieces in turn.
     """
 
     def __init__(self, request: SendRequest, device: torch.device) -> None:
@@ -100,17 +101,14 @@ class SharedMemoryTransport:
             raise RolloutError(f"{target.url}: not on the machine of trainer rank 0; {remedy}")
         self._ranks = {target.url: target.info.tensor_parallel for target in request.targets}
         self._device, self._deadline_s = device, request.deadline_s
-        self._file = os.memfd_create("rollout-weights")
-        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pieces, self._turn = (_SharedMemory(), _SharedMemory()), 0
 
     def buffer(self, size: int) -> Tensor:
-        """uint8 [size], to be filled with the next bucket."""
-        if self._memory.numel() < size:
-            os.ftruncate(self._file, size)
-            self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
-        on_cpu = self._device.type == "cpu"
-        return self._memory[:size] if on_cpu else torch.empty(size, dtype=torch.uint8, device=self._device)
+        """uint8 [size], to be filled with the next bucket, while the one before is sent."""
+        if self._device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._turn = 1 - self._turn
+        return self._pieces[self._turn].sized(size)
 
     async def send(
         self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
@@ -122,9 +120,12 @@ class SharedMemoryTransport:
             bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.hf_weights.Bucket).
             label: the servers' new name of their weights, sent with the last bucket.
         """
+        piece = self._pieces[0]
         if buffer.device.type != "cpu":
-            self._memory[: buffer.numel()].copy_(buffer)
-        payload = _payload(self._path, bucket)
+            piece.sized(buffer.numel()).copy_(buffer)
+        elif piece.memory.data_ptr() != buffer.data_ptr():
+            piece = self._pieces[1]
+        payload = _payload(piece.path, bucket)
         calls = {}
         for url, client in clients.items():
             body = {"serialized_named_tensors": [payload] * self._ranks[url], "load_format": "flattened_bucket"}
@@ -133,7 +134,23 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """Frees the memory."""
-        os.close(self._file)
+        for piece in self._pieces:
+            os.close(piece.file)
+
+
+class _SharedMemory:
+    """A file without a name, as large as the largest that was asked for, and where it is mapped."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("rollout-weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self.file}"
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def sized(self, size: int) -> Tensor:
+        if self.memory.numel() < size:
+            os.ftruncate(self.file, size)
+            self.memory = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
+        return self.memory[:size]
 
 
 class _MappedMemory:
@@ -244,9 +261,9 @@ class GroupTransport:
         calls = {
             url: client.update_weights("distributed", body, label, self._deadline_s) for url, client in clients.items()
         }
-        # A new thread would use another CUDA stream than the one that fills the bucket.
-        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
-        ours = functools.partial(self._broadcast, buffer, stream)
+        # What fills the bucket comes before; what is queued from here on, its hashes, need not wait for the broadcast.
+        filled = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        ours = functools.partial(self._broadcast, buffer, filled)
         return await self._together(f"the broadcast of {names[0]}", calls, ours, may_hang=self._backend == "nccl")
 
     def close(self) -> None:
@@ -278,7 +295,10 @@ class GroupTransport:
             del os.environ[_ERROR_HANDLING]
             os.environ |= {} if before is None else {_ERROR_HANDLING: before}
 
-    def _broadcast(self, buffer: Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _broadcast(self, buffer: Tensor, filled: torch.cuda.Event | None) -> None:
+        stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
+        if stream is not None and filled is not None:
+            stream.wait_event(filled)
         with torch.cuda.stream(stream):
             # With a limit NCCL lets the host wait too, until the bucket is sent.
             self._group.broadcast([buffer], BroadcastOptions()).wait(self._own_limit)

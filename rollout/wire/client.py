@@ -308,7 +308,7 @@ class SglangClient:
                 self._session.request(
                     "GET" if body is None else "POST",
                     self.url + path,
-                    data=None if body is None else orjson.dumps(body),
+                    data=None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
                     headers=headers,
                 ) as response,
             ):
@@ -325,7 +325,7 @@ class SglangClient:
 def _generate_body(rid: str, ids: np.ndarray, params: Mapping[str, Any], logprob_start: int) -> dict[str, Any]:
     return {
         "rid": rid,
-        "input_ids": ids.tolist(),
+        "input_ids": np.ascontiguousarray(ids),
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": logprob_start,

@@ -4,7 +4,7 @@ Real Megatron-Core over gloo against the formulas on transformers' forward in fl
 padding; which tokens were drawn is written out token by token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron_dapo.algorithm.losses.gspo import GSPO
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, relative_error, start_actor
-from tests.actor.test_packing import ONE_RANK, responses_of
+from tests.actor.test_packing import ONE_RANK
 from tests.actor.test_step import NONE_OF, gradients_of, size
 from tests.actor.tiny import load_reference, save_tiny
 
@@ -182,14 +182,3 @@ def test_given_tokens_by_hand():
     packed = pack_micro_batch(responses, np.array([0, 1]), ONE_RANK)
     assert packed.input_ids.tolist() == [5, 6, 7, 8, 2, 9, 3, 3, 2]
     assert (packed.rows.tolist(), packed.targets.tolist()) == ([1, 3, 7], [7, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("starts", "lengths"),
-    [([1], [1]), ([4], [2]), ([7], [1]), ([3, 3], [1, 1]), ([3], [0]), ([2, 6], [1, 1]), ([3], [2, 1]), ([9], [1])],
-    ids=str,
-)
-def test_given_tokens_that_no_response_holds_are_refused(starts, lengths):
-    runs = {"given_starts": np.array(starts, np.int64), "given_lengths": np.array(lengths, np.int64)}
-    with pytest.raises(ValueError, match="given tokens"):
-        replace(responses_of(([5, 6], [7, 8, 2]), ([9], [2])), **runs)

@@ -3,16 +3,19 @@
 The reference is transformers' forward in float64 with W + alpha / rank x B A written out, from the adapter's files.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
@@ -277,6 +280,30 @@ def test_other_adapters_are_refused_and_a_conversion_says_what_to_do(gloo, model
 
     assert main(["to-hf", str(tmp_path / "step"), str(tmp_path / "hf"), "--base", str(model), "--processes", "1"]) == 2
     assert "run.resume_step" in capsys.readouterr().err
+
+
+def test_other_weights_below_the_adapters_are_refused(gloo, model, data, tmp_path):
+    """The same base in another file or folder is the same one; in an older checkpoint nothing is known of it."""
+    checkpoint = tmp_path / "step"
+    written = gloo(1, saved, model, {}, data, checkpoint, True)
+    tensors = load_file(model / "model.safetensors")
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder in (same, other):
+        shutil.copytree(model, folder)
+    save_file(dict(reversed(tensors.items())), same / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name] * 1.001}, other / "model.safetensors")
+    assert gloo(1, saved, same, {}, data, checkpoint, False) == written
+    (said,) = gloo(1, refusal, other, checkpoint, LORA)
+    assert "trained on other weights; set model.path" in said
+    older = json.loads((checkpoint / "actor.json").read_text())
+    assert set(older["extra"]) == {"lora", "base"}
+    older["extra"].pop("base")
+    (checkpoint / "actor.json").write_text(json.dumps(older))
+    digests = json.loads((checkpoint / "manifest.json").read_text())
+    digests["files"]["actor.json"] = digest_of(checkpoint / "actor.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(digests))
+    assert gloo(1, saved, other, {}, data, checkpoint, False) != written
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path):

@@ -56,12 +56,6 @@ def test_rounding_of_the_quotient_sends_no_extra_prompt():
     assert prompts_to_dispatch(9, 0, 0.009) == 1000
 
 
-@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1, math.nan])
-def test_impossible_rates_are_refused(rate):
-    with pytest.raises(ValueError, match="pass rate"):
-        prompts_to_dispatch(1, 0, rate)
-
-
 def test_pass_rate_is_the_mean_of_the_posterior():
     estimate = PassRate.start(0.5, memory=1e9)
     assert estimate.mean == 0.5

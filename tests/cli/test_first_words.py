@@ -68,6 +68,21 @@ def test_code_of_ones_own_may_lie_in_the_working_directory(tmp_path, monkeypatch
         load_named("numpy:judge")
 
 
+def test_check_says_how_weights_will_travel(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for override, ways in (("run.mode=sync", ("distributed", "disk")), ("run.mode=colocated", ("disk", "disk"))):
+        with pytest.raises(SystemExit):
+            typed(
+                monkeypatch,
+                "check",
+                QUICKSTART,
+                override,
+                "rollout.deterministic=false",
+                "actor.offload.between_phases=all",
+            )
+        assert "# new weights reach the servers by: {} on GPUs, {} on a CPU".format(*ways) in capsys.readouterr().out
+
+
 def test_check_looks_at_the_layout_and_says_what_it_does_not_look_at(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for layout, code in (("1", 0), ("3", 2)):

@@ -53,28 +53,37 @@ def test_rays_own_processes_end_and_nobody_else(place):
             process.wait()
 
 
-def test_the_end_of_the_coordinator_is_enough(place):
+@pytest.mark.parametrize("sweepers", [2, 1])
+def test_the_end_of_the_coordinator_is_enough(place, sweepers):
+    """Also where a sweeper is killed with it."""
     link, real = place
     agent = holding(real / "mine" / RAYS / "session_1" / "log", "a", "ray::Agent")
     program = "import os, signal, sys; from megatron_dapo.cluster.ray_sweeper import RaySweeper\n"
-    program += "RaySweeper(sys.argv[1]); os.kill(os.getpid(), signal.SIGKILL)"
+    program += f"for each in RaySweeper(sys.argv[1])._processes[{sweepers}:]: each.kill()\n"
+    program += "os.kill(os.getpid(), signal.SIGKILL)"
     try:
         subprocess.run([sys.executable, "-c", program, str(link / "mine")], check=False, env=dict(os.environ))
         assert agent.wait(10) == -9
+        deadline = time.monotonic() + 10
+        while (real / "mine").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         agent.kill()
         agent.wait()
 
 
-def test_a_sweeper_that_was_killed_is_made_up_for(place):
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_sweeper_that_was_killed_is_made_up_for(place, killed):
     link, real = place
     agent = holding(real / "mine" / RAYS / "session_1" / "log", "a", "ray::Agent")
     try:
         sweeper = RaySweeper(str(link / "mine"))
-        (process,) = (child for child in psutil.Process().children() if "ray_sweeper.py" in " ".join(child.cmdline()))
-        process.kill()
-        while process.status() != psutil.STATUS_ZOMBIE:  # not waited for: that is the sweeper's
-            time.sleep(0.01)
+        found = [child for child in psutil.Process().children() if "ray_sweeper.py" in " ".join(child.cmdline())]
+        for process in found[:killed]:
+            process.kill()
+            while process.status() != psutil.STATUS_ZOMBIE:  # not waited for: that is the sweeper's
+                time.sleep(0.01)
         sweeper.close()
         assert agent.wait(10) == -9
         assert not (real / "mine").exists()

@@ -13,7 +13,7 @@ import pytest
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
-from megatron_dapo.coordinator.publish import TrainerWeights
+from megatron_dapo.coordinator.publish import TrainerWeights, way_of_weights
 from rollout.config import RolloutConfig
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
@@ -41,14 +41,39 @@ class Recorded(Trainer):
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
-    context = SimpleNamespace(
-        config=SimpleNamespace(rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0)),
+    return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"))
+
+
+def context_of(trainer: Trainer, transport: str, shared_gpu: bool, mode: str = "sync") -> Any:
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0), run=SimpleNamespace(mode=mode)
+        ),
         run_dir=SimpleNamespace(path=Path("/run")),
         trainer=trainer,
         fleet=SimpleNamespace(kinds=(CPU,)),
         shared_gpu=shared_gpu,
     )
-    return TrainerWeights(context, Path("weights/v3"))
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "shared", "mode", "way"),
+    [
+        (True, False, "sync", "distributed"),
+        (True, False, "async", "distributed"),
+        (True, True, "sync", "disk"),
+        (True, False, "colocated", "disk"),
+        (False, False, "sync", "disk"),
+    ],
+)
+def test_the_way_is_chosen_by_whose_the_gpus_are(use_gpu: bool, shared: bool, mode: str, way: str) -> None:
+    async def test() -> None:
+        trainer = Recorded(use_gpu=use_gpu)
+        assert RolloutConfig().weight_sync == "auto"
+        assert way_of_weights(context_of(trainer, "auto", shared, mode)) == way
+        assert way_of_weights(context_of(trainer, "tensor", shared, mode)) == "tensor"
+
+    asyncio.run(test())
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
@@ -90,41 +115,69 @@ class Built(Exception):
     """Instead of an actor."""
 
 
-@pytest.mark.parametrize(
-    ("sync", "users", "wanted"),
-    [
-        ("distributed", {}, ("0", "0", "0")),
-        ("distributed", {"NCCL_CUMEM_ENABLE": "1"}, ("1", "0", "0")),
-        ("disk", {}, (None, None, None)),
-    ],
-)
-def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_uses_nccl(
-    monkeypatch: pytest.MonkeyPatch, sync: str, users: dict, wanted: tuple
-) -> None:
-    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ENABLE_MONITORING")
+def environment_of_an_actor(
+    patch: pytest.MonkeyPatch, names: tuple[str, ...], users: dict[str, str], *, sync: str, device: str, mode: str
+) -> tuple[str | None, ...]:
+    """The variables `names` where a rank builds its actor; `users`: those that somebody had set."""
     found: list[tuple] = []
 
     def actor(*_: object, **__: object) -> None:
         found.append(tuple(os.environ.get(name) for name in names))
         raise Built
 
-    for name in names:
-        monkeypatch.setenv(name, users.get(name, ""))  # what the rank sets goes with the test
+    for name in (*names, "PYTORCH_ALLOC_CONF"):
+        patch.setenv(name, users.get(name, ""))  # what the rank sets goes with the test
         if name not in users:
-            monkeypatch.delenv(name)
+            patch.delenv(name)
     module = ModuleType("megatron_dapo.actor.actor")
     module.MegatronActor = actor  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(TrainerRank, "_log_to_file", lambda _: None)
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(TrainerRank, "_log_to_file", lambda _: None)
     rank = TrainerRank.__new__(TrainerRank)
     layout = SimpleNamespace(world_size=1)
     config = SimpleNamespace(
         rollout=RolloutConfig(weight_sync=sync),
-        actor=SimpleNamespace(layout=layout),
+        actor=SimpleNamespace(layout=layout, device=device),
         model=None,
         algorithm=SimpleNamespace(mini_batches_per_step=1, kl=SimpleNamespace(coefficient=0.0)),
-        run=SimpleNamespace(seed=1),
+        run=SimpleNamespace(seed=1, mode=mode),
     )
     with pytest.raises(Built):
         rank.build(config, 0, "file:///nowhere", 1.0)  # type: ignore[arg-type]
-    assert found == [wanted]
+    [seen] = found
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("sync", "device", "mode", "users", "wanted"),
+    [
+        ("distributed", "cpu", "sync", {}, ("0", "0", "0")),
+        ("auto", "auto", "sync", {}, ("0", "0", "0")),
+        ("auto", "cuda", "async", {"NCCL_CUMEM_ENABLE": "1"}, ("1", "0", "0")),
+        ("auto", "cuda", "colocated", {}, (None, None, None)),
+        ("auto", "cpu", "sync", {}, (None, None, None)),
+        ("disk", "cuda", "sync", {}, (None, None, None)),
+    ],
+)
+def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_uses_nccl(
+    monkeypatch: pytest.MonkeyPatch, sync: str, device: str, mode: str, users: dict, wanted: tuple
+) -> None:
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ENABLE_MONITORING")
+    assert environment_of_an_actor(monkeypatch, names, users, sync=sync, device=device, mode=mode) == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "users", "wanted"),
+    [
+        ("sync", {}, ("expandable_segments:True", None)),
+        ("async", {}, ("expandable_segments:True", None)),
+        ("colocated", {}, (None, None)),
+        ("sync", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ("max_split_size_mb:512", None)),
+        ("sync", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, (None, "max_split_size_mb:512")),
+    ],
+)
+def test_a_rank_with_a_gpu_to_itself_has_memory_in_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, mode: str, users: dict, wanted: tuple
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    assert environment_of_an_actor(monkeypatch, names, users, sync="disk", device="cuda", mode=mode) == wanted

@@ -11,7 +11,7 @@ import pytest
 from megatron_dapo.actor.model.hf_config import Experts
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator.batch import LogProbStream, mini_batches, responses_of, step_arrays
-from megatron_dapo.coordinator.inputs import routing_shape
+from megatron_dapo.coordinator.inputs import routing_room, routing_shape
 from megatron_dapo.plan.memory import disk_bytes, host_memory
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, load_calibration
 from megatron_dapo.storage.group_files import load_groups, save_groups
@@ -133,3 +133,24 @@ def test_they_are_planned_and_asked_for_only_under_replay():
     )
     length, more = replay.model.context_length, disk_bytes(after) - disk_bytes(before)
     assert more == (replay.run.keep_checkpoints + 1) * 8192 * length * 512
+
+
+def test_a_start_says_where_a_batch_may_have_no_room(monkeypatch, tmp_path):
+    """8192 responses of 22528 tokens of 512 bytes are 94.5 GB: four times that in memory; with three checkpoints kept
+    and one being written as much on disk, where groups are carried."""
+    file, moe = ROOT / "examples" / "qwen2.5_32b" / "h100_32.yaml", BUILT_IN["Qwen2.5-32B"]
+    moe = moe.model_copy(update={"experts": Experts.model_validate(EXPERTS)})
+    keys = [REPLAY, "actor.fp8=none", CARRIED, "run.keep_checkpoints=3", f"run.dir={tmp_path / 'run'}"]
+
+    def said(memory: float, disk: float, *more: str) -> list[str]:
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=memory))
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: {tmp_path: SimpleNamespace(free=disk)}[folder])
+        return list(routing_room(load_config(file, [*keys, *more]), moe))
+
+    assert said(379e9, 379e9) == said(0, 0, "actor.routing_replay=false") == []
+    [memory] = said(377e9, 379e9)
+    assert "may take 378.0 GB of memory; 377.0 free" in memory
+    [disk] = said(379e9, 377e9)
+    assert f"may take 378.0 GB of disk ({tmp_path}); 377.0 free" in disk
+    assert len(said(0, 0)) == 2
+    assert len(said(0, 0, "algorithm.dynamic_sampling.max_staleness=0")) == 1, "no group is carried"

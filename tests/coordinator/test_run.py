@@ -63,7 +63,7 @@ def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_
     monkeypatch.setattr(run, "train", no_steps)
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", ["evaluation.path=null"])
     config = replace(config, run=replace(config.run, export_at_end=False))
-    heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None, vocab_size=0)
+    heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None)
     assert heldout.summary() == "none (evaluation.path is not set)"
     folder = RunDir(tmp_path / "run", resume=False)
     state = SimpleNamespace(rollout_step=0, optimizer_step=0)
@@ -95,7 +95,7 @@ def test_a_resumed_runs_total_holds_the_steps_of_earlier_starts(tmp_path, monkey
     monkeypatch.setattr(run.time, "monotonic", lambda: 130.0)
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", ["evaluation.path=null"])
     config = replace(config, run=replace(config.run, export_at_end=False))
-    heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None, vocab_size=0)
+    heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None)
     folder = RunDir(tmp_path / "run", resume=False)
     folder.write_json(run.BEFORE, {"before": {}, "baseline": None})
     lines = [{"rollout_step": step, "timing/step": 50.0, "timing/update": 40.0} for step in (1, 2, 3, 4)]

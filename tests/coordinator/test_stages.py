@@ -76,7 +76,7 @@ def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(c
                 stream.add(each)
             old = await stream.finish()
         batch = SimpleNamespace(arrays=step_arrays(groups, config), old=old)
-        await update_actor(trainer, config.at_step(step), batch, step, StepTimer(), 0.0, 64)
+        await update_actor(trainer, config.at_step(step), batch, step, StepTimer(), 64)
 
     asyncio.run(one_step())
     assert set(trainer.temperatures) == {temperature}

@@ -68,7 +68,7 @@ def test_tokens_are_told_by_what_became_of_them():
     assert (metrics["tokens/all_correct"], metrics["tokens/all_wrong"]) == (GROUP * 4, GROUP * 100)
 
 
-@pytest.mark.parametrize(("gap", "alarms"), [(0.2, []), (0.4, ["mismatch"]), (2.0, ["mismatch_stop"])])
+@pytest.mark.parametrize(("gap", "alarms"), [(0.2, []), (0.4, ["mismatch"]), (2.0, ["mismatch"])])
 def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap, alarms):
     noted: list[str] = []
     metrics = {"rollout_step": 1, "optimizer_step": 4, "mismatch/mean_abs": gap}
@@ -77,7 +77,7 @@ def test_an_alarm_is_noted_at_the_step_that_raises_it(monkeypatch, tmp_path, gap
     context = SimpleNamespace(
         config=SimpleNamespace(monitor=MonitorConfig()),
         writer=writer,
-        health=HealthMonitor(mismatch_warn=0.3, mismatch_stop=0.5),
+        health=HealthMonitor(mismatch_warn=0.3),
         run_dir=SimpleNamespace(path=tmp_path),
         console=SimpleNamespace(note=noted.append),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[])),

@@ -11,6 +11,7 @@ from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig, SourceConfig
 from megatron_dapo.data.prompts import VerifierChoice, read_prompts
 from megatron_dapo.data.records import DataError, heldout_files, training_files
+from megatron_dapo.data.tokenizer import TextTools
 from reward.config import RewardConfig
 
 
@@ -24,12 +25,15 @@ class Letters:
         return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
 
 
+TEXT = TextTools(tokenizer=Letters(), stop_token_ids=(0,), vocab_size=100)
+
+
 def read(path, *, reward=None, mixture=(), **options):
     options["mixture"] = tuple(SourceConfig(**source) for source in mixture)
     config = DataConfig(path=str(path) if path else None, **{"template": "plain"} | options)
     files = training_files(config)
     choice = VerifierChoice(reward or RewardConfig(), files)
-    return read_prompts(files, config, choice, Letters(), vocab_size=100)
+    return read_prompts(files, config, choice, TEXT)
 
 
 def write(path, rows):
@@ -323,7 +327,7 @@ def test_a_source_that_no_row_has_is_named(tmp_path):
     file = write(tmp_path / "gsm8k.jsonl", [{"prompt": "a", "answer": "1"}])
     config = DataConfig(path=str(file), template="plain")
     choice = VerifierChoice(RewardConfig(by_source={"gsm8": "exact"}), training_files(config))
-    read_prompts(training_files(config), config, choice, Letters(), vocab_size=100)
+    read_prompts(training_files(config), config, choice, TEXT)
     with pytest.raises(ConfigError, match=r"by_source\.gsm8: no prompt has this source; did you mean 'gsm8k'\?"):
         choice.check_sources()
 

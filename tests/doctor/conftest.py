@@ -128,7 +128,7 @@ class GpuMachine:
 
     def problems(self, config=NO_CONFIG) -> list[tuple[Status, str, str]]:
         """(status, check, found) of all that does not pass."""
-        return [(f.status, name, f.found) for name, f in self.examine(config) if f.status is not Status.PASS]
+        return [(f.status, name, f.found) for name, f in self.examine(config) if f.status != "pass"]
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import config_checks, machine_checks
 from megatron_dapo.doctor.config_checks import examine, findings_of
-from megatron_dapo.doctor.probing import Facts, Status
+from megatron_dapo.doctor.probing import Facts
 from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
-PASS, WARNING, FAIL = Status.PASS, Status.WARNING, Status.FAIL
+PASS, WARNING, FAIL = "pass", "warning", "fail"
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,10 @@ def test_a_run_directory_is_free_or_goes_on_or_is_taken(config):
 
 def test_a_disk_with_room_passes_and_keeps_nothing(config, tmp_path):
     before = sorted(tmp_path.iterdir())
-    assert of(config_checks.check_disk, config)[0][0] is PASS
+    room, way = of(config_checks.check_disk, config)
+    assert (room[0], way[1]) == (PASS, "new weights reach the servers by: disk")
+    [_, way] = of(config_checks.check_disk, config, {"actor.device": "cuda"})
+    assert way[1] == "new weights reach the servers by: distributed"
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -13,12 +13,12 @@ import pytest
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import config_checks, machine_checks, probing
 from megatron_dapo.doctor.config_checks import examine
-from megatron_dapo.doctor.probing import NO_CONFIG, Facts, Status, gpus_of
+from megatron_dapo.doctor.probing import NO_CONFIG, Facts, gpus_of
 from megatron_dapo.plan.scenario import changed
 from tests.doctor.conftest import GPU, MODULES, NO_DRIVER, TORCH
 from tests.plan.conftest import RECIPES
 
-PASS, WARNING, FAIL = Status.PASS, Status.WARNING, Status.FAIL
+PASS, WARNING, FAIL = "pass", "warning", "fail"
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ Not seen: memory that is read through a raw pointer or by another process. Strea
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -229,7 +229,9 @@ def _to(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) ->
     tensor, *rest = args
     target = kwargs.pop("device", None)
     if target is None and rest and isinstance(rest[0], (torch.device, str, int)):
-        target = rest.pop(0)
+        target, *rest = rest
+        kwargs |= {name: value for name, value in zip(("dtype", "non_blocking", "copy"), rest, strict=False) if value}
+        rest = []
     elif rest and isinstance(rest[0], torch.Tensor):
         other = rest.pop(0)
         target, kwargs["dtype"] = (CUDA if other in device.here else CPU), other.dtype
@@ -350,12 +352,18 @@ def install(device: EmulatedDevice) -> None:
 
 def answer(device: EmulatedDevice, cuda: Any) -> None:
     """Let `cuda`, torch's module or what stands for it, answer for the device."""
-    stream = _Stream(device)
+
+    class Stream(_Stream):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(device)
+
+    stream = Stream()
     cuda.synchronize = device.synchronize
     cuda.is_initialized = lambda: True
     cuda.current_device = lambda: CUDA.index
     cuda.empty_cache = cuda.set_device = lambda *args, **kwargs: None
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
+    cuda.Stream, cuda.stream = Stream, lambda *args, **kwargs: nullcontext()
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 

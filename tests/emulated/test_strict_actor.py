@@ -20,7 +20,8 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LoraConfig, OffloadConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
-from tests.actor.tiny import save_tiny
+from tests.actor.model.test_routing_replay import foreign
+from tests.actor.tiny import MIXTURE, save_tiny
 from tests.emulated.strict_ranks import Broken
 
 NONE_OF = ("reference_log_probs", "correction")
@@ -94,8 +95,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
         note(name, None if result is None else {name: value.numpy() for name, value in result[1].items()})
 
     def update(name: str) -> None:
-        (report,) = actor.update([batch], PolicyObjective(), TEMPERATURE)
-        note(name, np.array([report.loss, report.grad_norm]))
+        # Two steps: only the second gathers weights while its forward runs.
+        reports = actor.update([batch, batch], PolicyObjective(), TEMPERATURE)
+        note(name, np.array([[report.loss, report.grad_norm] for report in reports]))
 
     log_probs("log-probs")
     gradient("gradient")
@@ -115,7 +117,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
     sink = Kept(actor.device.device)
     actor.stream_weights(sink if place.rank == 0 else None, 20_000)
     note("weights", sink.held)
-    actor.export_hf(out / "export")
+    watched_on: set[torch.device] = set()
+    actor.export_hf(out / "export", watch=lambda name, tensor: watched_on.add(tensor.device))
+    assert watched_on == ({actor.device.device} if place.rank == 0 else set()), "before the copy to the host"
     actor.close()
     return found
 
@@ -194,6 +198,7 @@ SLOW_LAYOUTS = [
     pytest.param({"tensor": 2, "pipeline": 2}, DISTRIBUTED, id="tensor and pipeline"),
     pytest.param(TENSOR | {"pipeline": 2}, {}, id="tensor and pipeline, plain optimizer"),
     pytest.param({"data": 2, "pipeline": 2}, DISTRIBUTED, id="data and pipeline"),
+    pytest.param({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, DISTRIBUTED, id="data and virtual pipeline"),
     pytest.param({"data": 2, "pipeline": 2}, {}, id="data and pipeline, plain optimizer"),
 ]
 
@@ -230,6 +235,27 @@ ADAPTERS = {"lora": LoraConfig(rank=4)}
 def test_adapters_live_as_in_one_process(strict, gloo, layout, fields, model, data, tmp_path):
     (wanted,) = gloo(1, life, model, {}, dict(ADAPTERS), data, tmp_path / "one")
     found = run_layout(strict, layout, fields | ADAPTERS, model, data, tmp_path / "strict")
+    check(found, exported(tmp_path / "strict"), wanted, exported(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="expert"),
+        pytest.param(TENSOR | {"expert": 2}, {}, id="tensor and expert", marks=pytest.mark.slow),
+        pytest.param(TENSOR | {"expert_tensor": 2}, {}, id="expert tensor", marks=pytest.mark.slow),
+        pytest.param({"data": 4, "expert": 2, "expert_tensor": 2}, {}, id="expert and data", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2, "expert": 2}, {}, id="pipeline and expert", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_live_as_in_one_process(strict, gloo, layout, fields, tmp_path):
+    """Told ones: rounding would send some tokens elsewhere."""
+    model = save_tiny(tmp_path / "model", MIXTURE, tied=False)
+    told = columns(model)
+    told = dataclasses.replace(told, responses=dataclasses.replace(told.responses, routing=foreign(told.responses)))
+    fields = DISTRIBUTED | {"routing_replay": True} | fields
+    (wanted,) = gloo(1, life, model, {}, dict(fields), told, tmp_path / "one")
+    found = run_layout(strict, layout, fields, model, told, tmp_path / "strict")
     check(found, exported(tmp_path / "strict"), wanted, exported(tmp_path / "one"))
 
 

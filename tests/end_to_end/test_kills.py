@@ -13,7 +13,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
-from tests.killer import MARKS
+from tests.killer import COORDINATOR, MARKS
 from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 
@@ -21,7 +21,7 @@ VICTIMS = ("coordinator", "trainer", "server", "reward")
 EVENTS = (Event.DISPATCHED, Event.FINISHED, Event.FILTERED, Event.CARRIED, Event.TRAINED, Event.CHECKPOINT)
 COUNTS = {Event.CHECKPOINT: 2, Event.CARRIED: 3, Event.FILTERED: 4, Event.EXPIRED: 1}
 """How many of the rare events come before the kill; 11 of the others: in the second step."""
-ENDED = ("coordinator", "raylet", "agent", "environment")
+ENDED = (*COORDINATOR, "raylet", "agent", "environment")
 """Who takes the run with it: Ray ends the process that started it with its raylet, and the raylet with its agents."""
 
 EPISODES = (
@@ -71,7 +71,7 @@ def live_through(run_dir: Path, victim: str, event: str, count: float, *more: st
 
 def check_killed(victim: str, output: str) -> None:
     """Of a kill at an event: it took place."""
-    assert ("resuming after rollout step" if victim == "coordinator" else f"killed {victim}") in output, output
+    assert ("resuming after rollout step" if victim in COORDINATOR else f"killed {victim}") in output, output
 
 
 def check_equal(run_dir: Path, undisturbed: Path, output: str) -> None:
@@ -92,7 +92,7 @@ def test_a_kill_at_an_event_changes_nothing(undisturbed, tmp_path, victim, event
     check_equal(tmp_path / "run", undisturbed, output)
 
 
-@pytest.mark.parametrize("victim", ["coordinator", *MARKS])
+@pytest.mark.parametrize("victim", [*COORDINATOR, *MARKS])
 def test_every_kind_of_process_may_be_killed_after_the_first_step(undisturbed, tmp_path, victim):
     """One kill a run, while the second step's responses are written."""
     output = live_through(tmp_path / "run", victim, Event.FINISHED, 11)

@@ -20,7 +20,7 @@ SMALL = (
     "run.export_at_end=false",
     "rollout.sync_bucket_mb=1",
 )
-TIMES = ("timing/", "tokens_per_second/", "weight_sync/gb_per_s", "servers/")
+TIMES = ("timing/", "tokens_per_second/", "weight_sync/gb_per_s", "weight_sync/st", "servers/")
 
 
 def finished_run(folder: Path, transport: str, *overrides: str) -> list[dict]:

@@ -7,7 +7,9 @@ import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
-from megatron_dapo.experience.groups import SamplerState
+from megatron_dapo.experience.episodes import Play, drawn_turns
+from megatron_dapo.experience.groups import SamplerState, unjudged
+from reward.environment import Observation, Stepped
 from rollout.generation import FinishReason, RoutingShape
 from tests.experience.chat_models import ENVIRONMENTS, Talker, prompt_of
 from tests.experience.test_episodes import GUESSES, check_sequence, generator_of, group_of, pool_of, speak
@@ -117,3 +119,23 @@ def test_a_kill_while_the_environment_is_asked_loses_no_turn_and_no_state(text, 
     assert all(request.begun.finish_reason is FinishReason.STOP for request in again), "no token of it is drawn again"
     assert [each.accuracy for each in group.responses] == [True] * 4
     assert {len(each.earlier) for each in group.responses} == {1}
+
+
+def test_earlier_turns_are_made_once_and_are_the_same_after_a_kill(text, own):
+    prompt = prompt_of(text, "Guess.", environment=own("guess"))
+    generator = generator_of(text, prompt, Talker(text, speak), None)
+    request, rules = generator._request(prompt, 0, 3, 0), generator._responder.rules
+    play, asked = Play.of(prompt, request, rules), []
+    for turn in range(3):
+        play.newest = asyncio.run(Talker(text, speak).generate(play.request))
+        asked.append(play.episode(f"said {turn}"))
+        if turn < 2:
+            play.settle(Stepped(outcome=Observation("higher", state=turn, role="tool"), seconds=0.0), f"said {turn}")
+    assert [turn.response for turn in asked[2].turns] == ["said 0", "said 1", "said 2"]
+    assert asked[2].turns[0] is asked[1].turns[0]
+    ids = [list(turn.token_ids) for turn in asked[2].turns]
+    assert ids == [each.tolist() for each in drawn_turns(play.generation(play.done))]
+    begun = unjudged(play.generation(play.done), play.earlier, play.state)
+    resumed = Play.of(prompt, request, rules, begun)
+    resumed.newest = play.newest
+    assert resumed.episode("said 2") == asked[2]

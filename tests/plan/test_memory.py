@@ -246,8 +246,10 @@ def test_the_disk_is_that_of_the_model(constants):
 def test_a_node_has_a_checkpoint_of_the_ranks_that_write_it(constants):
     """Eight ranks of 4.1e9 parameters each: 53 GB a rank with the optimizer's state on the host, and 14 bytes a
     parameter more for a checkpoint."""
-    needed = node_memory(Scenario(load_config(RECIPES / "h100_16.yaml"), HF, constants), processes=8)
+    case = Scenario(load_config(RECIPES / "h100_16.yaml"), HF, constants)
+    needed = node_memory(case.changed({"rollout.weight_sync": "disk"}), processes=8)
     assert needed == pytest.approx(902.4e9, rel=1e-3), "8 x (53.2 + 57.3), 10.3 of the coordinator, 8.1 of an export"
+    assert node_memory(case, processes=8) == pytest.approx(894.3e9, rel=1e-3), "nothing is exported to the servers"
 
 
 def test_ranks_that_hold_different_experts_all_write_them(constants):

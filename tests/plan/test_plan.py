@@ -102,7 +102,7 @@ def test_an_output_layer_in_float32_costs_time_on_both_sides_and_memory_on_the_s
     assert wide.step.rollout_s > usual.step.rollout_s
     assert wide.step.update_s > usual.step.update_s
     assert wide.step.mfu < usual.step.mfu, "no more work of the model is done"
-    full = {"model.fp32_head": True, "rollout.memory_fraction": 0.93}
+    full = {"model.fp32_head": True, "rollout.memory_fraction": 0.93, "rollout.weight_sync": "disk"}
     [misfit] = planned(constants, "h100_32", full).misfits
     assert misfit.what == "framework and the output layer in float32, outside memory_fraction"
     assert misfit.needed == constants.framework_memory + wide.server.head

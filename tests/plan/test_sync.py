@@ -27,28 +27,33 @@ def seconds(way: str, constants, **changes) -> float:
     return sync.sync_seconds(Scenario(recipe(way, **changes), HF, constants))
 
 
-def test_by_disk_hashing_hides_behind_writing_or_the_other_way_round(constants):
+def test_by_disk_weights_are_gathered_written_and_read_in_turn(constants):
     usual = seconds("disk", constants)
     fewest = MODEL / constants.gather_bandwidth + MODEL / constants.disk_write + MODEL / constants.disk_read
     assert usual >= fewest * (1 - 1e-9)
-    slow = dataclasses.replace(constants, checksum_bandwidth=constants.disk_write / 2)
+    slow = dataclasses.replace(constants, disk_write=constants.disk_write / 2)
     assert seconds("disk", slow) - usual == pytest.approx(MODEL / constants.disk_write)
-    fast = dataclasses.replace(constants, checksum_bandwidth=constants.disk_write * 10)
-    assert seconds("disk", fast) == pytest.approx(usual)
 
 
 def test_in_memory_only_links_count(constants):
-    """By hand: (1 - 1/shards) of the weights over the trainer's link; then the host's links, or one broadcast."""
+    """By hand: (1 - 1/shards) of the weights over the trainer's link; the host's links, or one sender's broadcast; of
+    the shorter one only the first bucket's share is waited for."""
     config = recipe("tensor")
     shards = config.actor.layout.tensor * config.actor.layout.pipeline
     link = constants.nvlink_bandwidth if shards <= 8 else constants.network_bandwidth
     gather = MODEL * (shards - 1) / shards / (link * constants.communication_efficiency)
     parallel = config.rollout.tensor_parallel
-    assert seconds("tensor", constants) == pytest.approx(gather + MODEL * (1 + 1 / parallel) / constants.host_bandwidth)
+    first = max(config.rollout.sync_bucket_mb << 20, EMBEDDING) / MODEL
+    host = MODEL * (1 + 1 / parallel) / constants.host_bandwidth
+    assert seconds("tensor", constants) == pytest.approx(max(host + first * gather, gather + first * host))
+    broadcast = MODEL / constants.send_bandwidth
+    assert seconds("distributed", constants) == pytest.approx(broadcast + first * gather)
+    assert seconds("tensor", constants) < seconds("distributed", constants) < seconds("disk", constants)
+    wide = dataclasses.replace(constants, send_bandwidth=1e15)
     broadcast = MODEL / (constants.network_bandwidth * constants.communication_efficiency)
-    assert seconds("distributed", constants) == pytest.approx(gather + broadcast)
-    assert seconds("distributed", constants) < seconds("tensor", constants) < seconds("disk", constants)
-    no_disk = dataclasses.replace(constants, disk_write=1.0, disk_read=1.0, checksum_bandwidth=1.0)
+    longer, shorter = max(gather, broadcast), min(gather, broadcast)
+    assert seconds("distributed", wide) == pytest.approx(longer + first * shorter)
+    no_disk = dataclasses.replace(constants, disk_write=1.0, disk_read=1.0)
     assert seconds("distributed", no_disk) == seconds("distributed", constants)
 
 
@@ -56,8 +61,8 @@ def test_in_memory_only_links_count(constants):
     ("way", "megabytes", "expected"),
     [
         ("disk", 4096, 2 * EMBEDDING),
-        ("tensor", 4096, EMBEDDING + (4096 << 20)),
-        ("distributed", 16, 2 * EMBEDDING),  # the embedding is larger than a bucket
+        ("tensor", 4096, EMBEDDING + 2 * (4096 << 20)),
+        ("distributed", 16, 3 * EMBEDDING),  # the embedding is larger than a bucket
     ],
 )
 def test_what_rank_0_holds(way, megabytes, expected, constants):
@@ -94,9 +99,20 @@ def test_experts_are_gathered_from_the_ranks_that_hold_them(constants):
     experts = 2 * 48 * 128 * 3 * 2048 * 768
     dense = 2 * model_parameters(hf) - experts
     link = constants.nvlink_bandwidth * constants.communication_efficiency
-    network = constants.network_bandwidth * constants.communication_efficiency
-    expected = (dense * 1 / 2 + experts * 7 / 8) / link + (dense + experts) / network
-    assert sync.sync_seconds(case) == pytest.approx(expected)
+    gather, send = (dense * 1 / 2 + experts * 7 / 8) / link, (dense + experts) / constants.send_bandwidth
+    first = max(case.config.rollout.sync_bucket_mb << 20, 2 * 151936 * 2048) / (dense + experts)
+    assert sync.sync_seconds(case) == pytest.approx(send + first * gather)
     embedding, held = 2 * 151936 * 2048, 2 * 128 * 2 * 768 * 2048
     bucket = max(case.config.rollout.sync_bucket_mb << 20, embedding)
-    assert trainer_memory(case)[0].items["weight sync"]["sync bucket"] == embedding + bucket + held
+    assert trainer_memory(case)[0].items["weight sync"]["sync bucket"] == embedding + 2 * bucket + held
+
+
+def test_one_bucket_after_the_other_would_take_what_was_published(constants):
+    """verl, Qwen2.5-32B, 2 + 2 nodes of H100 over NCCL: 14.2 s; ours is what the overlap leaves of it."""
+    layout = {"actor.layout": LayoutConfig(tensor=8, pipeline=2, sequence_parallel=True), "rollout.servers": 4}
+    case = Scenario(changed(recipe("distributed", tensor_parallel=4), layout), HF, constants)
+    assert (case.config.actor.layout.world_size, case.server_gpus) == (16, 16)
+    link = constants.network_bandwidth * constants.communication_efficiency
+    in_turn = MODEL * 15 / 16 / link + MODEL / constants.send_bandwidth
+    assert in_turn == pytest.approx(14.2, rel=0.01)
+    assert sync.sync_seconds(case) == pytest.approx(12.5, abs=0.2)

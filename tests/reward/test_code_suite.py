@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from reward.code import READS
 from tests.reward.test_code import ADD, right
 
 FORGED = """
@@ -102,12 +103,14 @@ def test_tests_hold_no_descriptor_of_their_judge():
     [
         "import math, random, time, unittest.mock, colorsys\ntime.sleep(0.01)\nassert math.isclose(add(0.1, 0.2), 0.3)",
         "from datetime import datetime\nassert add(1, datetime.strptime('2', '%d').day) == 3",
-        "from pathlib import Path\nimport os\nassert add(Path('MARK').read_text(), '!') == 'here!' and os.listdir('/')",
+        "from pathlib import Path\nassert add(Path('MARK').read_text(), '!') == 'here!'\n"
+        "assert list(Path('MARK').parent.iterdir())",
         "import numpy as np\nnp.testing.assert_allclose(add(1.0, 2.0), 3.0)",
     ],
 )
 def test_tests_may_import_what_is_installed(tests, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as in the pool: no process of it may start a thread
+    monkeypatch.setenv(READS, str(tmp_path))
     mark = tmp_path / "mark"
     mark.write_text("here")
     assert right(ADD, tests=tests.replace("MARK", str(mark)))

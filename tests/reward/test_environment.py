@@ -217,6 +217,38 @@ def test_a_worker_that_was_killed_by_others_is_replaced_and_the_step_asked_again
     assert found.outcome == Observation("again")
 
 
+def test_a_step_is_one_order_and_one_reply_and_wakes_each_thread_once(own, monkeypatch):
+    replies, steps = [], 20
+
+    def counted(content):
+        replies.append(content)
+        return decode_reply(content)
+
+    async def ask():
+        pool = RewardPool(RewardConfig(workers=1, environment_workers=1, timeout_s=20.0))
+        try:
+            await pool.verify([VerificationRequest(response="Answer: 7", ground_truth="7")])
+            await pool.step(own("guess"), episode("5"))  # it imports the environment, and says when it has
+            replies.clear()
+            woken = []
+            for loop in (pool._loop, asyncio.get_running_loop()):
+                wake = loop.call_soon_threadsafe
+                monkeypatch.setattr(
+                    loop, "call_soon_threadsafe", lambda *what, wake=wake, **how: (woken.append(1), wake(*what, **how))
+                )
+            found = [await pool.step(own("guess"), episode("5")) for _ in range(steps)]
+            monkeypatch.undo()
+            return found, len(woken)
+        finally:
+            pool.close()
+
+    monkeypatch.setattr("reward.pool.worker_process.decode_reply", counted)
+    found, woken = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert [each.outcome for each in found] == [Observation("higher")] * steps
+    assert len(replies) == steps
+    assert woken == 2 * steps
+
+
 def test_an_environment_that_can_be_run_passes_the_trial_and_one_that_cannot_is_named(own):
     truths = {own("guess"): [("train.jsonl:1", "?", "7"), ("train.jsonl:2", "?", "seven")]}
     check_environments({own("guess"): "data.environment"}, RewardConfig(), truths)

@@ -100,3 +100,37 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     ledger.record(Event.DISPATCHED, prompt=0, rollout_step=1, weight_version=0)
     with pytest.raises(OSError, match=r"No space left on device: '.*ledger\.jsonl'"):
         ledger.commit()
+
+
+@pytest.mark.parametrize("wrong", ["first", "middle", "last but one", "doubled", "exchanged"])
+def test_a_line_that_is_lost_is_missed(wrong, tmp_path):
+    """Also where another process went on with the ledger. What reads events sees no number."""
+    path = tmp_path / "ledger.jsonl"
+    for prompt in range(2):
+        ledger = Ledger(path)
+        record(ledger, (Event.DISPATCHED, prompt), (Event.FINISHED, prompt), (Event.TRAINED, prompt))
+        ledger.close()
+    assert set(read_ledger(path)[4]) == {"event", "prompt", "rollout_step", "weight_version"}
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "first": lines[1:],
+        "middle": lines[:3] + lines[4:],
+        "last but one": lines[:4] + lines[5:],
+        "doubled": [*lines[:2], *lines[1:]],
+        "exchanged": [lines[0], lines[2], lines[1], *lines[3:]],
+    }
+    path.write_text("".join(changed[wrong]))
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl:\d: was line \d when it was written: .* restore the file"):
+        read_ledger(path, {Event.CHECKPOINT})
+
+
+def test_a_ledger_of_before_the_numbers_is_gone_on_with(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"event": "dispatched", "prompt": 0, "rollout_step": 1, "weight_version": 0}\n')
+    ledger = Ledger(path)
+    record(ledger, (Event.FINISHED, 0), (Event.TRAINED, 0))
+    ledger.close()
+    assert check_ledger(read_ledger(path)) == {0: "trained"}
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(LedgerError, match="was line 2"):
+        read_ledger(path)

@@ -14,8 +14,7 @@ from packaging.version import Version
 
 from tests.tools.wheels import installed, write_check, write_wheel
 from tools.install import installer
-from tools.install.installer import LOCK, STAMP, Installer, exclusive, read_lock
-from tools.install.packages import InstallError, uv_variables
+from tools.install.installer import LOCK, STAMP, Installer, InstallError, exclusive, read_lock, uv_variables
 
 ROOT = Path(__file__).parents[2]
 LOCKS = [ROOT / "requirements" / name for name in ("py311.lock.txt", "py312.lock.txt")]
@@ -30,7 +29,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     by_uv = getattr(request, "param", "uv" if UV else "pip") == "uv"
     if by_uv and UV is None:
         pytest.skip("no uv on this machine")
-    monkeypatch.setattr("tools.install.packages.shutil.which", lambda *_, **__: UV if by_uv else None)
+    monkeypatch.setattr("tools.install.installer.shutil.which", lambda *_, **__: UV if by_uv else None)
     root, wheels = tmp_path / "project", tmp_path / "wheels"
     (root / "requirements").mkdir(parents=True)
     wheels.mkdir()

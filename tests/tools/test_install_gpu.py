@@ -18,8 +18,7 @@ from packaging.version import Version
 from tests.tools.wheels import installed, write_check, write_source, write_wheel
 from tools.install import import_check, installer
 from tools.install import transformer_engine as engine
-from tools.install.installer import STAMP, Installer, read_lock
-from tools.install.packages import InstallError
+from tools.install.installer import STAMP, Installer, InstallError, read_lock
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements" / "gpu312.lock.txt"
@@ -78,7 +77,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("MAX_JOBS", "3")
-    monkeypatch.setattr("tools.install.packages.shutil.which", lambda *_, **__: None)  # no uv
+    monkeypatch.setattr("tools.install.installer.shutil.which", lambda *_, **__: None)  # no uv
     monkeypatch.setattr(installer, "GPU_PYTHON", f"{sys.version_info[0]}.{sys.version_info[1]}")
     monkeypatch.setattr(engine, "missing_tools", list)
     names = {"IMPORTED": ("torch",), "SHOWN": ("torch",), "KERNELS": ("kernel",)}

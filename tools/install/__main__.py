@@ -1,6 +1,5 @@
 """Refuses a Python that was not tried, in syntax that old Pythons read, and hands over to the installer."""
 
-import os
 import shutil
 import sys
 
@@ -14,7 +13,6 @@ if __name__ == "__main__":
             "megatron-dapo runs on Python " + " and ".join(SUPPORTED) + ". Name one of them:\n"
             "  PYTHON=" + (found[0] if found else "/path/to/python3.12") + " make install"
         )
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from tools.install.installer import main
 
     sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ An environment stays of its kind: `make install` on one of `make install-gpu` ke
 """
 
 import argparse
+import ast
 import contextlib
 import fcntl
 import hashlib
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tools.install import transformer_engine
-from tools.install.packages import InstallError, Packages
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = "megatron-dapo.json"
@@ -44,6 +44,25 @@ LATER = (
 )
 """Compiled on their first import like anything else, should they ever be imported: parts of large packages that a run
 does not use, half of all code. (Of the 5900 files that a run imports, 200 are among them.)"""
+
+_ASTRAY = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "UV_PYTHON"}
+_ASTRAY |= {"UV_SYSTEM_PYTHON"}
+"""Variables of the caller that would lead pip, uv or Python to another place."""
+_UV_NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "trusted-host": "UV_INSECURE_HOST",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "no-index": "UV_NO_INDEX",  # ours, for --no-index
+}
+"""pip's option to the variable by which uv takes the same."""
+
+
+class InstallError(RuntimeError):
+    """The install cannot go on. The message says what failed, why, and what to do."""
 
 
 class Installer:
@@ -69,13 +88,20 @@ class Installer:
         # In a virtual environment sys.executable is a link inside it; the base is what must be compared. Scripts hold
         # the path of their environment, so a moved or copied one does not work.
         base = str(Path(getattr(sys, "_base_executable", None) or sys.executable).resolve())
-        self.made_from = {"place": str(venv.resolve()), "base": base, "gpu": self.gpu}
+        self.made_from: dict[str, Any] = {"place": str(venv.resolve()), "base": base, "gpu": self.gpu}
         self.site = venv / "lib" / f"python{PYTHON}" / "site-packages"
         self.lock = root / "requirements" / f"{'gpu' if self.gpu else 'py'}{PYTHON.replace('.', '')}.lock.txt"
         self._cuda_lock = self.lock.with_name("cuda.lock.txt")
         self._pins = read_lock(self.lock)
         self._wheels = venv / "wheels" / f"torch-{self._pins['torch']}"
-        self._packages = Packages(base, venv)
+        self._python = str(venv / "bin" / "python")
+        kept = {key: value for key, value in os.environ.items() if key not in _ASTRAY}
+        quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+        # /tmp is often small or in memory, and pip unpacks gigabytes.
+        self._environment = kept | quiet | {"TMPDIR": str(venv / "tmp")}
+        # For the verbs that uv lacks. -I: neither this folder's packages nor PYTHON* variables reach it.
+        self._pip = (self._python, "-I", "-m", "pip")
+        self._installer: tuple[str, ...] = (*self._pip, "install", "--no-compile")
         self._step = 0
 
     def _stamp(self) -> dict[str, Any]:
@@ -108,21 +134,21 @@ class Installer:
             if self._is_current():  # the install that was waited for did it
                 return
             self._clear()
-            scratch = self.venv / "tmp"  # /tmp is often small or in memory, and pip unpacks gigabytes
-            scratch.mkdir(exist_ok=True)
+            (self.venv / "tmp").mkdir(exist_ok=True)
             stamp = self.made_from | {"engine": self.engine}
             (self.venv / STAMP).write_text(json.dumps(stamp))
             self._say(f"environment of Python {sys.version.split()[0]}")
-            print(f"  packages come by {self._packages.make_environment(self.lock)}", flush=True)
+            self._call(self.made_from["base"], "-m", "venv", "--prompt", "megatron-dapo", str(self.venv))
+            self._find_uv()
             self._install_packages()
             if self.gpu:
                 self._install_engine()
             self._compile()
             self._say("project, editable")
             # Everything that building needs is in the lock, so this step works without a network.
-            self._packages.install("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", str(self.root))
+            self._install("--no-deps", "--no-build-isolation", "--force-reinstall", "-e", str(self.root))
             ready = self._check()
-            shutil.rmtree(scratch)
+            shutil.rmtree(self.venv / "tmp")
             (self.venv / STAMP).write_text(json.dumps(stamp | {"inputs": self.inputs(), "ready": ready}))
         print(f"{ready} (took {time.monotonic() - begin:.0f} s)")
 
@@ -139,7 +165,7 @@ class Installer:
 
     def _is_usable(self, stamp: dict[str, Any]) -> bool:
         """Whether what is there was made for this place, Python and kind."""
-        return self.made_from.items() <= stamp.items() and Path(self._packages.python).exists()
+        return self.made_from.items() <= stamp.items() and Path(self._python).exists()
 
     def _clear(self) -> None:
         """Remove an environment that cannot be used here, or the half packages of one that can."""
@@ -155,6 +181,36 @@ class Installer:
                 print(f"{info.name.removesuffix('.dist-info')} was left half installed: installing it again")
                 shutil.rmtree(info)
 
+    def _find_uv(self) -> None:
+        """In the environment, on the PATH, or in the package index; without it pip installs."""
+        own = str(self.venv / "bin" / "uv")
+        uv = own if Path(own).exists() else shutil.which("uv")
+        if uv is None:
+            fetch = (*self._pip, "install", "--quiet", "--no-deps", "--retries", "1", "-c", str(self.lock), "uv")
+            uv = None if self._call(*fetch, must=False, capture_output=True).returncode else own
+        print(f"  packages come by {'uv' if uv else 'pip, for uv cannot be had'}", flush=True)
+        if uv:
+            config = self._call(*self._pip, "config", "list", stdout=subprocess.PIPE)
+            self._environment = uv_variables(config.stdout) | self._environment
+            offline = ("--no-index",) if self._environment.get("UV_NO_INDEX") else ()
+            self._installer = (uv, "pip", "install", "--python", self._python, *offline)
+
+    def _install(self, *arguments: str) -> None:
+        """`pip install ARGUMENTS`."""
+        self._call(*self._installer, *arguments)
+
+    def _call(self, *command: str, must: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run a command, its output on the terminal. Raises InstallError where it `must` not fail and does."""
+        done = subprocess.run(command, env=self._environment, stdin=subprocess.DEVNULL, text=True, **options)
+        if must and done.returncode:
+            raise InstallError(
+                f"`{' '.join(command)[:200]}` ended with status {done.returncode}; what it said stands above. What is "
+                "installed stays: the same command goes on from here.\nIf a download failed, check the network, and "
+                "index and proxy in `pip config list`; if the disk is full, make room. The locks are for Linux x86-64 "
+                "with glibc 2.34 or newer."
+            )
+        return done
+
     def _install_packages(self) -> None:
         self._say(f"torch, then the {len(self._pins)} packages of {self.lock.name}")
         if self.gpu and self.engine:  # what a build needs is missed gigabytes before it begins
@@ -166,14 +222,14 @@ class Installer:
             constraints += ["--extra-index-url", index]
             if any(self.site.glob("torch-*.dist-info")):
                 print("TORCH_INDEX has no effect: torch is already installed (`make clean-venv install` starts over)")
-        self._packages.install(self._pin("torch"), *constraints)
+        self._install(self._pin("torch"), *constraints)
         if self.gpu and (build := next(self.site.glob("torch-*+cpu.dist-info"), None)):
             raise InstallError(
                 f"{build.stem} is a CPU build: unset TORCH_INDEX, or take the folder or index that has it out of "
                 "`pip config list`, then make clean-venv install-gpu"
             )
         others = [self._pin(name) for name in self._pins if name not in transformer_engine.PACKAGES]
-        self._packages.install("--no-deps", *others)
+        self._install("--no-deps", *others)
 
     def _pin(self, name: str) -> str:
         return f"{name}=={self._pins[name]}"
@@ -185,7 +241,7 @@ class Installer:
         if not any(self._wheels.glob(found)):
             # A built wheel in pip's cache may have been built against another torch.
             options += ("--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", str(self._wheels))
-            self._packages.call(*self._packages.pip, "wheel", *options, pin, **how)
+            self._call(*self._pip, "wheel", *options, pin, **how)
         return next(self._wheels.glob(found), None)
 
     def _install_engine(self) -> None:
@@ -193,22 +249,22 @@ class Installer:
         if not self.engine:
             self._say(f"TransformerEngine is left out: {transformer_engine.LOST}")
             # Half of it would make `import megatron.core` fail, so all of it goes.
-            self._packages.call(*self._packages.pip, "uninstall", "--yes", extension, *others)
+            self._call(*self._pip, "uninstall", "--yes", extension, *others)
             return
         self._say("TransformerEngine")
         print("  where no wheel of its torch extension was found, that is built: 25 core minutes")
         print("  if memory runs out, MAX_JOBS=1 make install-gpu", flush=True)
-        self._packages.environment |= transformer_engine.build_variables(self._packages.python, self.site)
+        self._environment |= transformer_engine.build_variables(self._python, self.site)
         wheel = self._engine_wheel("-v")
         print(f"  its wheel is kept in {os.path.relpath(self._wheels)}")
         pins = (str(wheel), *map(self._pin, others))
-        self._packages.install("--no-deps", "--force-reinstall", "--only-binary", ":all:", *pins)
+        self._install("--no-deps", "--force-reinstall", "--only-binary", ":all:", *pins)
 
     def _compile(self) -> None:
         cores = str(len(os.sched_getaffinity(0)))
         self._say(f"byte-compile, on {cores} cores: else every process would do it again at its start")
-        command = (self._packages.python, "-I", "-m", "compileall", "-q", "-j", cores, "-x", LATER, str(self.site))
-        done = self._packages.call(*command, must=False, stdout=subprocess.PIPE)
+        command = (self._python, "-I", "-m", "compileall", "-q", "-j", cores, "-x", LATER, str(self.site))
+        done = self._call(*command, must=False, stdout=subprocess.PIPE)
         # It ends with 1 for files that are no valid Python, too (templates, other Pythons' syntax).
         if done.returncode not in (0, 1) or "No space left on device" in done.stdout:
             raise InstallError(f"{done.stdout[-2000:]}\nbyte-compilation failed")
@@ -217,7 +273,7 @@ class Installer:
         """What the last line says of an environment that works."""
         self._say("import the packages")
         kind = [*(["gpu"] if self.gpu else []), *(["engine"] if self.engine else [])]
-        done = self._packages.call(self._packages.python, "-I", str(CHECK), *kind, must=False, stdout=subprocess.PIPE)
+        done = self._call(self._python, "-I", str(CHECK), *kind, must=False, stdout=subprocess.PIPE)
         if done.returncode:
             again = f"`make clean-venv install{'-gpu' if self.gpu else ''}` makes the environment anew"
             raise InstallError(f"{done.stdout[-2000:]}the check of the packages failed; {again}")
@@ -229,6 +285,21 @@ class Installer:
 def read_lock(path: Path) -> dict[str, str]:
     """Versions by name, of lines `name==version`."""
     return dict(re.findall(r"^([\w.-]+)==([^\s;#]+)", path.read_text(), re.MULTILINE))
+
+
+def uv_variables(pip_config: str) -> dict[str, str]:
+    """uv's variables for what pip was told: by its files, and by PIP_* variables, which are stronger.
+
+    Args:
+        pip_config: what `pip config list` printed: a line `section.option='value'` each.
+    """
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: the best version of all indexes
+    for section in ("global", "install", ":env:"):
+        for option, value in re.findall(rf"^{section}\.(?:default-)?([\w-]+)=(.+)$", pip_config, re.MULTILINE):
+            if name := _UV_NAMES.get(option):
+                words = str(ast.literal_eval(value)).split()
+                variables[name] = ("," if name == "UV_FIND_LINKS" else " ").join(words)
+    return variables
 
 
 def exclusive(path: Path) -> TextIO:

@@ -39,7 +39,7 @@ ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha2
 
 
 def state_text(
-    optimizer_steps: int, layout: LayoutConfig, *, distributed_optimizer: bool | None, lora: LoraConfig | None = None
+    optimizer_steps: int, layout: LayoutConfig, *, distributed_optimizer: bool | None, adapters: Any = None
 ) -> str:
     """Content of `actor.json`.
 
@@ -47,22 +47,23 @@ def state_text(
         layout: the one that wrote the checkpoint; the one that reads may differ.
         distributed_optimizer: state of the distributed and of the plain optimizer do not interchange. None: a model
             without any.
-        lora: with a rank, the model is its adapters alone.
+        adapters: if the model is these alone, {"lora": asdict(actor.lora), "base": digest of the other weights}.
     """
     state = {
         "optimizer_steps": optimizer_steps,
         "layout": asdict(layout),
         "distributed_optimizer": distributed_optimizer,
-        "extra": {"lora": asdict(lora)} if lora and lora.rank else {},
+        "extra": adapters or {},
     }
     return json.dumps(state, indent=1)
 
 
-def read_state(folder: Path, *, distributed: bool, lora: LoraConfig) -> dict[str, Any]:
+def read_state(folder: Path, *, distributed: bool, lora: LoraConfig, base: str = "") -> dict[str, Any]:
     """What `state_text` wrote.
 
     Raises:
-        CheckpointError: `actor.optimizer.distributed` or `actor.lora` is another one, or there is no optimizer state.
+        CheckpointError: `actor.optimizer.distributed`, `actor.lora` or `base` (unless empty) is another one, or there
+            is no optimizer state.
         CheckpointDamagedError: the file is missing or damaged.
     """
     try:
@@ -77,6 +78,8 @@ def read_state(folder: Path, *, distributed: bool, lora: LoraConfig) -> dict[str
     stored = state["extra"].get("lora", {"rank": 0})
     if stored != (json.loads(json.dumps(asdict(lora))) if lora.rank else {"rank": 0}):
         raise CheckpointError(f"{folder}: was written with actor.lora = {stored}; set these, or {CONVERT}")
+    if base and state["extra"].get("base", base) != base:  # older ones have none
+        raise CheckpointError(f"{folder}: its adapters were trained on other weights; set model.path to those")
     return state
 
 

@@ -38,7 +38,9 @@ _FIXED: Mapping[str, Any] = {
     # Every layer has experts, and no others than these.
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "first_k_dense_replace": 0,
     "n_shared_experts": 0,
+    "num_shared_experts": 0,
     "shared_expert_intermediate_size": 0,
 }
 
@@ -182,6 +184,11 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
         raise ConfigError(
             f"actor.routing_replay = true: the model has {experts} experts, and it needs 1 to {MOST_REPLAYED}; set it "
             "to false"
+        )
+    layers = hf.num_layers // (actor.layout.pipeline * (actor.layout.virtual_pipeline or 1))
+    if isinstance(actor.recompute, int) and actor.recompute > layers:
+        raise ConfigError(
+            f"actor.recompute = {actor.recompute}: a chunk of a pipeline stage has {layers} layers; set it to full"
         )
     parts = actor.recompute if isinstance(actor.recompute, tuple) else ()
     other, kind = ("moe", "no experts") if hf.experts is None else ("mlp", "experts in place of each mlp")

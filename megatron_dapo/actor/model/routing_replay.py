@@ -18,10 +18,8 @@ T tokens of a context-parallel rank's row, t of them on this tensor-parallel ran
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -80,13 +78,3 @@ def install(chunk: torch.nn.Module) -> None:
         if isinstance(layer, TransformerLayer):
             layer.mlp.router.router_replay = routing = LayerRouting(layer)
             layer.register_forward_pre_hook(routing.take, with_kwargs=True)
-
-
-def check_routing(routing: np.ndarray, config: TransformerConfig) -> None:
-    """Raise ValueError unless uint8 [tokens, layers, k] is of this model's sizes."""
-    wanted, experts = (config.num_layers, config.moe_router_topk), config.num_moe_experts or 0
-    if routing.shape[1:] != wanted or routing.max(initial=0) >= experts:
-        raise ValueError(
-            f"routing of {routing.shape[1:]} layers and experts a token, with expert {routing.max(initial=0)}: the "
-            f"model has {wanted} and experts 0 .. {experts - 1}"
-        )

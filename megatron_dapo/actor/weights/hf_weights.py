@@ -56,9 +56,10 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
 
 
 def hf_tensors(
-    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, **what: Any
+    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, to_host: bool = True, **what: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor on the CPU, a copy) of the whole model on global rank 0; nothing on the others.
+    """(Hugging Face name, full tensor, a copy) of the whole model on global rank 0; nothing on the others. On the CPU,
+    or with `to_host` false where it was gathered.
 
     Collective: every rank must iterate to the end. Experts come from all ranks that hold them, the rest from the
     tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. Under tied
@@ -66,7 +67,7 @@ def hf_tensors(
     """
     for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, **what):
         if stacked is not None:
-            yield from each.full(stacked).items()
+            yield from each.full(stacked, "cpu" if to_host else stacked.device).items()
         del stacked
 
 
@@ -118,7 +119,7 @@ def export_hf(
 ) -> None:
     """Write the model to `folder` in Hugging Face format; every rank calls, rank 0 writes.
 
-    `watch`, on rank 0, is handed each tensor before it is written: what it does with it needs no pass over the files.
+    `watch`, on rank 0, is handed each tensor on the device, before it is copied to the host and written.
     `besides`, on rank 0: other files by path in the folder, with their content.
 
     `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer
@@ -128,7 +129,7 @@ def export_hf(
         RuntimeError: rank 0 could not write; raised on every rank, with the reason.
     """
     plan, partial = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
-    tensors, failure = hf_tensors(chunks, hf, dtype=dtype), list[str | None]([None])
+    tensors, failure = hf_tensors(chunks, hf, dtype=dtype, to_host=False), list[str | None]([None])
     if dist.get_rank() == 0:
         try:
             plan.create(partial)
@@ -138,7 +139,7 @@ def export_hf(
             for name, tensor in tensors:
                 if watch is not None:
                     watch(name, tensor)
-                plan.write(partial, name, tensor)
+                plan.write(partial, name, tensor.cpu())
             plan.finish(partial, folder, source_folder)
         except (OSError, WeightsError) as error:
             failure = [str(error)]
@@ -192,7 +193,8 @@ def stream_weights(
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
 
-    Rank 0 then holds one bucket and one gathered parameter besides the model, any other rank at most one parameter.
+    Rank 0 then holds one gathered parameter besides the model and the sink's buffers, two at a time; any other rank at
+    most one parameter.
 
     Raises:
         Exception: what the sink raised, on rank 0, after the other ranks have sent everything.

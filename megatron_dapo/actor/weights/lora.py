@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.nn import Module, Parameter, ParameterDict
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import to_host
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.actor.weights.hf_weights import hf_tensors, model_shards, named_parameters, place_of
 from megatron_dapo.actor.weights.shards import Shards
 from megatron_dapo.config.actor_config import LoraConfig
@@ -61,9 +63,13 @@ def adapter_shards(hf: HFModelConfig, config: LoraConfig) -> dict[str, Shards]:
 class Adapters:
     """Those of one rank's model chunks. Collective: every rank makes every call."""
 
-    def __init__(self, chunks: Sequence[Any], hf: HFModelConfig, config: LoraConfig, *, seed: int) -> None:
-        """Put them into the layers of `chunks`, whose weights are loaded, and freeze everything else."""
+    def __init__(
+        self, chunks: Sequence[Any], hf: HFModelConfig, config: LoraConfig, folder: Path, *, seed: int
+    ) -> None:
+        """Put them into the layers of `chunks`, whose weights are loaded from `folder`, and freeze everything else."""
         self.config, self.shards = config, adapter_shards(hf, config)
+        with SafetensorsReader(folder) as reader:
+            self.base = reader.digest()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._place = parallel_state.get_tensor_model_parallel_rank(), ranks
         weights = dict(named_parameters(chunks, hf))

@@ -61,10 +61,9 @@ class Shards:
         for part, name, start, stop in self.blocks(shard, rank, ranks):
             targets[name].narrow(self.dim or 0, start, stop - start).view(part.shape).copy_(part)
 
-    def full(self, stacked: Tensor) -> dict[str, Tensor]:
-        """New full tensors on the CPU by Hugging Face name, from all ranks' shards [ranks, *shape] (one if not
-        `split`)."""
-        tensors = {name: torch.empty(shape, dtype=stacked.dtype) for name, shape in self.shapes.items()}
+    def full(self, stacked: Tensor, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """New full tensors by Hugging Face name, from all ranks' shards [ranks, *shape] (one if not `split`)."""
+        tensors = {name: torch.empty(shape, dtype=stacked.dtype, device=device) for name, shape in self.shapes.items()}
         for rank, shard in enumerate(stacked):
             self.fill(tensors, shard, rank, len(stacked))
         return tensors

@@ -123,3 +123,23 @@ def test_a_step_does_not_depend_on_expert_parallelism(gloo, models, batches):
     (_, alone, _), (_, split, _) = (gloo(2, one_step, folder, each, data, options, "none")[0] for each in layouts)
     for name, weight in alone.items():
         torch.testing.assert_close(split[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def counted(place: RankPlace, folder: Path, layout: dict[str, Any]) -> list[bool]:
+    """Whether the norm counts what this rank has of experts that lie in a group, as TransformerEngine's do: `weight0`,
+    `weight1`, ... of one module, which is none of Megatron's linear layers."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+    from megatron_dapo.actor.optimizer import _wrap
+
+    model = start_actor(place, folder, actor_config(layout))._chunks[0].module
+    grouped = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(2)]
+    for number, one in enumerate(grouped):
+        model.decoder.layers[0].mlp.experts.register_parameter(f"weight{number}", one)
+    _wrap([model], distributed=False, overlap=False)
+    return [param_is_not_tensor_parallel_duplicate(one) for one in grouped]
+
+
+@pytest.mark.parametrize("layout", [TENSOR | {"expert": 2}, TENSOR | {"expert_tensor": 2}], ids=str)
+def test_the_norm_counts_experts_of_a_group_on_every_rank(gloo, models, layout):
+    assert gloo(2, counted, models[0][0], layout) == [[True, True]] * 2

@@ -115,6 +115,8 @@ def test_experts_under_both_names_of_their_number(load):
         ({"mlp_only_layers": [0]}, ["mlp_only_layers = [0]"]),
         ({"shared_expert_intermediate_size": 64}, ["shared_expert_intermediate_size = 64"]),
         ({"n_shared_experts": 1}, ["n_shared_experts = 1"]),
+        ({"num_shared_experts": 1}, ["num_shared_experts = 1"]),
+        ({"first_k_dense_replace": 1}, ["first_k_dense_replace = 1"]),
         ({"num_local_experts": 4}, ["num_experts, num_local_experts"]),
         ({"num_experts": ...}, ["json: num_experts: "]),
         ({"moe_intermediate_size": "x"}, ["json: moe_intermediate_size = 'x'"]),
@@ -179,9 +181,14 @@ def test_experts_in_fp8_are_refused(load):
         check_actor(load(**EXPERTS), ActorConfig(fp8="hybrid"))
 
 
+VIRTUAL = LayoutConfig(pipeline=2, virtual_pipeline=2)
+
+
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
+        ({}, {"recompute": 5}, "actor.recompute = 5: a chunk of a pipeline stage has 4 layers; set it to full"),
+        ({}, {"recompute": 2, "layout": VIRTUAL}, "actor.recompute = 2: a chunk of a pipeline stage has 1 layers"),
         ({}, {"recompute": ["moe"]}, "moe: the model has no experts"),
         ({}, {"recompute": ["mlp", "layernorm"]}, "layernorm: only the one before experts"),
         (EXPERTS, {"recompute": ["mlp", "layernorm"]}, "mlp: the model has experts in place of each mlp"),

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
-from megatron_dapo.actor.packing import pack_micro_batch, plan_for_actor
+from megatron_dapo.actor.packing import pack_micro_batch
 from megatron_dapo.actor.step_data import Responses
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
-from tests.actor.gloo import RankPlace, errors_of
+from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import (
     TEMPERATURE,
     Columns,
@@ -192,28 +192,6 @@ def test_a_wrong_number_of_rows_is_refused():
     assert not made.routing[[0, 1, 3]].any()
     with pytest.raises(ValueError, match="response 1 has 2 rows of routing for 2 tokens"):
         Responses.of(pairs, routing=[rows[:2], rows[:2]])
-    with pytest.raises(ValueError, match="routing is int64"):
-        replace(made, routing=made.routing.astype(np.int64))
-    with pytest.raises(ValueError, match=r"routing is uint8 \(4, 4, 2\) for 5"):
-        replace(made, routing=rows[:4])
-
-
-def score(place: RankPlace, folder: Path, responses: Responses) -> None:
-    config = actor_config(routing_replay=True)
-    actor = start_actor(place, folder, config)
-    actor.log_probs(responses, plan_for_actor(responses.sequence_lengths, config, hidden_size=64), 1.0)
-
-
-@pytest.mark.parametrize("wrong", ["layers", "experts", "an expert"])
-def test_rows_of_another_model_are_refused(models, wrong):
-    folder, data, _, _ = models[0]
-    routing = data.responses.routing.copy()
-    if wrong == "an expert":
-        routing[3, 1, 0] = EXPERTS
-    other = routing[:, :3] if wrong == "layers" else routing[..., :1] if wrong == "experts" else routing
-    [error] = errors_of(1, score, folder, replace(data.responses, routing=other))
-    assert "ValueError: routing of" in error
-    assert "experts 0 .. 7" in error
 
 
 @pytest.mark.parametrize("experts", [None, 257])

@@ -307,6 +307,9 @@ def test_both_ends_of_a_process_group_get_the_memory_handles_that_sglang_would_c
     }.items():
         environment = environment_of(*extra_args, weight_sync="distributed")
         assert tuple(environment[name] for name in names) == wanted
+    for shares, wanted in ((False, "0"), (True, None)):  # by itself a group is made where servers share no GPU
+        on_gpu = spec(device="cuda", dtype="bfloat16", shares_memory=shares)
+        assert LocalServer(RolloutConfig(), on_gpu)._environment().get(names[0]) == wanted
     monkeypatch.setenv(names[0], "1")
     environment = environment_of(weight_sync="distributed")
     assert tuple(environment[name] for name in names) == ("1", "0"), "a user's own value stays"

@@ -1,0 +1,119 @@
+"""How long a publish takes: a model of two trainer ranks (TP 2) into two receivers, against a plain copy of its bytes.
+
+`python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256]`. The receivers are those of
+tests/rollout/peer.py, that keep what they are sent in memory; each transport is used twice, and the second counts.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dapo.diagnostics.rank_pool import RankPlace
+from rollout.weights.transport import SendRequest, Target
+from rollout.wire.client import ServerInfo
+from tests.actor.gloo import run_ranks
+from tests.actor.tiny import save_tiny
+from tests.processes import ROOT
+
+INFO = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
+HIDDEN, MLP, VOCABULARY, SERVERS = 1024, 4096, 32000, 2
+LAYER = 4 * (2 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * MLP)
+
+
+def save_model(folder: Path, gigabytes: float) -> Path:
+    layers = max(1, round((gigabytes * 1e9 - 8 * VOCABULARY * HIDDEN) / LAYER))
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    return save_tiny(folder, "qwen2", tied=False, **sizes, num_attention_heads=16, num_key_value_heads=8)
+
+
+def timed(place: RankPlace, requests: Sequence[SendRequest], kinds: Sequence[ServerInfo], *what: Any) -> list[float]:
+    from megatron_dapo.cluster.rank_weights import RankWeights
+    from tests.coordinator import sync_kit
+
+    seconds: list[float] = []
+
+    class Timed(RankWeights):
+        def send(self, *arguments: Any) -> Any:
+            began = time.monotonic()
+            sent = super().send(*arguments)
+            seconds.append(time.monotonic() - began)
+            assert sent is None or sent.failures == {}
+            return sent
+
+    import megatron_dapo.cluster.rank_weights as module
+
+    module.RankWeights = Timed  # type: ignore[misc]
+    folder, bucket = what
+    sync_kit.send(place, folder, requests, kinds, bucket)
+    return seconds
+
+
+@contextlib.contextmanager
+def receivers(root: Path) -> Iterator[list[Target]]:
+    folders = [root / f"receiver{number}" for number in range(SERVERS)]
+    processes = []
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            processes.append(subprocess.Popen([sys.executable, "-m", __spec__.name, "receive", str(folder)], cwd=ROOT))
+        while not all((folder / "port").exists() for folder in folders):
+            time.sleep(0.1)
+        ports = [(folder / "port").read_text() for folder in folders]
+        yield [Target(url=f"http://127.0.0.1:{port}", info=INFO, restarts=0) for port in ports]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def receive(folder: Path) -> None:
+    import asyncio
+
+    import torch.distributed as dist
+
+    from tests.rollout import peer
+
+    peer.save_file = lambda *_: None  # type: ignore[assignment]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    asyncio.run(peer.serve(peer.Peer(folder)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    given = parser.parse_args()
+    model = save_model(given.folder / "model", given.gigabytes)
+    size = (model / "model.safetensors").stat().st_size
+    source = torch.zeros(size, dtype=torch.uint8)
+    target, copies = torch.zeros_like(source), []
+    for _ in range(5):
+        began = time.monotonic()
+        target.copy_(source)
+        copies.append(time.monotonic() - began)
+    del source, target
+    copy_s = sorted(copies)[2]
+    print(f"{size / 1e9:.2f} GB, a plain copy {copy_s:.2f} s")
+    for hashed in (True, False):
+        for transport in ("tensor", "distributed"):
+            with receivers(given.folder / f"{transport}-{hashed}") as targets:
+                common = {"targets": tuple(targets), "deadline_s": 300.0, "backend": "gloo", "api_key_file": None}
+                requests = [SendRequest(transport=transport, label=label, **common) for label in "123"]
+                kinds = [INFO] if hashed else []
+                first, *_ = run_ranks(2, timed, requests, kinds, model, given.bucket_mb << 20, timeout_s=900)
+            best = min(first[1:])
+            what = "hashed (SHA-256)" if hashed else "not hashed"
+            print(f"{transport}, {what}: {best:.2f} s, {best / copy_s:.1f} copies")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    receive(Path(sys.argv[2])) if sys.argv[1] == "receive" else main()
