@@ -2,7 +2,7 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,12 +11,13 @@ from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import Recompute
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
+from megatron_dapo.plan.rollout import RolloutStep
 from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
-from megatron_dapo.plan.step_plan import StepPlan, plan_step
+from megatron_dapo.plan.step_plan import StepPlan, plan_step, rollouts
 from megatron_dapo.plan.sync import server_bytes
 
-_LARGEST_PIPELINE = 16
-_SPARE = 0.05
+LARGEST_PIPELINE = 16
+SPARE = 0.05
 """Of a GPU: more than the figures here are off by (docs/measurements/symbolic.md)."""
 
 
@@ -61,8 +62,11 @@ class Plan:
         return self.step.seconds * self.case.config.run.rollout_steps * self.step.gpus / 3600
 
 
-def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
+def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] = ()) -> Plan:
     """Memory of everything, and time if it fits.
+
+    Args:
+        steps: rollout steps that are simulated, unless `filled` has them.
 
     Raises:
         ConfigError: the layout does not divide the model, or an assumption is impossible.
@@ -77,7 +81,7 @@ def make_plan(case: Scenario, *, steps: int = 2) -> Plan:
     step = None
     if not misfits:
         state = max((rank.state for rank in ranks), key=lambda one: one.total)
-        step = plan_step(case, server, state, steps=steps)
+        step = plan_step(case, server, state, filled or rollouts(case, server, steps=steps))
     mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
     least = least_recompute(case)
@@ -106,6 +110,12 @@ def find_misfits(case: Scenario) -> list[Misfit]:
         what = " and ".join(["framework", *(name for name, needed in parts.items() if needed)])
         found.append(Misfit(part="server", what=f"{what}, outside memory_fraction", needed=outside, there=server.rest))
     return found
+
+
+def headroom(case: Scenario) -> float:
+    """Bytes of a GPU that the trainer leaves free where it needs most; negative: it does not fit."""
+    room = _trainer_room(case)
+    return min(room[phase] - peak for rank in trainer_memory(case) for phase, peak in rank.peaks.items())
 
 
 def _trainer_room(case: Scenario) -> dict[str, float]:
@@ -141,9 +151,9 @@ def remedies(case: Scenario) -> list[Changes]:
 
 
 def least_recompute(case: Scenario) -> Recompute:
-    """What costs least of none, a number of layers and full, with which an update leaves `_SPARE` of a GPU; full where
+    """What costs least of none, a number of layers and full, with which an update leaves `SPARE` of a GPU; full where
     nothing does."""
-    layout, room = case.config.actor.layout, (1 - _SPARE) * _trainer_room(case)["update"]
+    layout, room = case.config.actor.layout, (1 - SPARE) * _trainer_room(case)["update"]
     chunk = case.hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     amounts: list[Recompute] = ["none", *range(1, chunk), "full"]
 
@@ -174,7 +184,7 @@ def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:
     """Larger tensor- and pipeline-parallel sizes that divide the model, few GPUs first, tensor parallel first."""
     now = case.config.actor.layout
     tensors = [size for size in (1, 2, 4, 8) if size >= now.tensor]
-    pipelines = range(now.pipeline, _LARGEST_PIPELINE + 1)
+    pipelines = range(now.pipeline, LARGEST_PIPELINE + 1)
     for tensor, pipeline in sorted(itertools.product(tensors, pipelines), key=lambda one: (one[0] * one[1], -one[0])):
         sizes = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1}
         changes = {f"actor.layout.{name}": size for name, size in sizes.items() if size != getattr(now, name)}

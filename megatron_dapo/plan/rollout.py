@@ -211,9 +211,9 @@ class RolloutStep:
             self._send(group, unfinished)
         self._admit()
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Response tokens of the batch's responses."""
+        """Response tokens of the batch's responses, once it is full."""
         return tuple(length for group in self.kept for length in group.lengths)
 
     @property

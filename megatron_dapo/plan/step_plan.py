@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_dapo.plan.memory import ServerMemory
 from megatron_dapo.plan.rank_state import StateBytes, expert_parameters
-from megatron_dapo.plan.rollout import Fleet, fill_batches, groups, mean_running_context
+from megatron_dapo.plan.rollout import Fleet, RolloutStep, fill_batches, groups, mean_running_context
 from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.sync import sync_seconds
 from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
@@ -85,20 +85,29 @@ class StepPlan:
         return self.trained_tokens / self.seconds / self.gpus
 
 
-def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps: int = 2, seed: int = 0) -> StepPlan:
+def rollouts(case: Scenario, memory: ServerMemory, *, steps: int = 2, seed: int = 0) -> list[RolloutStep]:
+    """`steps` rollout steps, simulated after `WARM_STEPS`; `memory`, of one GPU of a server, says how many responses
+    fit. Of the trainer nothing matters here."""
+    # In async mode what is left when a batch is full belongs to the tail, which the training hides.
+    interrupts = case.config.run.mode != "async" and not case.config.rollout.deterministic
+    source, fleet = groups(case.workload, seed), fleet_of(case, memory)
+    filled = fill_batches(case.config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)
+    return filled[WARM_STEPS:]
+
+
+def plan_step(
+    case: Scenario, memory: ServerMemory, state: StateBytes, filled: Sequence[RolloutStep], *, every: int = 1
+) -> StepPlan:
     """Time of a rollout step in the long run.
 
     Args:
-        memory: of one GPU of a server; says how many responses fit.
+        memory: of one GPU of a server.
         state: of the fullest trainer rank.
-        steps: rollout steps that are simulated and averaged, after `WARM_STEPS`.
+        filled: as `rollouts` gives them: averaged.
+        every: of so many parts of the log-probs, or optimizer steps, one is calculated and stands for all.
     """
-    config, workload, fleet = case.config, case.workload, fleet_of(case, memory)
-    # In async mode what is left when a batch is full belongs to the tail, which the training hides.
-    interrupts = config.run.mode != "async" and not config.rollout.deterministic
-    source = groups(workload, seed)
-    filled = fill_batches(config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)[WARM_STEPS:]
-    passes = [_passes(case, one.lengths, state) for one in filled]
+    config, steps = case.config, len(filled)
+    passes = [_passes(case, one.lengths, state, every) for one in filled]
     whole = [sum(part.seconds for part in parts) for parts, _ in passes]
     # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
     # and so does one whose batch was written while it trained on the one before.
@@ -109,7 +118,7 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
     update_s = sum(update.seconds for update in updates)
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
     lengths = np.concatenate([one.lengths for one in filled])
-    names = ("compute_s", "bubble_s", "tensor_s", "expert_s", "data_s")
+    names = ("compute_s", "recompute_s", "padding_s", "bubble_s", "tensor_s", "neighbour_s", "expert_s", "data_s")
     return StepPlan(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
@@ -125,21 +134,25 @@ def plan_step(case: Scenario, memory: ServerMemory, state: StateBytes, *, steps:
         trained_tokens=fmean(sum(one.lengths) for one in filled),
         generated_groups=fmean(one.groups for one in filled),
         mean_length=float(lengths.mean()),
-        cut_off=float((lengths >= workload.longest).mean()),
-        slots=fleet.slots,
+        cut_off=float((lengths >= case.workload.longest).mean()),
+        slots=filled[0].fleet.slots,
         gpus=case.gpus,
         mfu=flops / ((sum(whole) + update_s) * config.actor.layout.world_size * case.constants.peak_flops),
     )
 
 
-def _passes(case: Scenario, lengths: Sequence[int], state: StateBytes) -> tuple[list[PassTime], list[PassTime]]:
+def _passes(
+    case: Scenario, lengths: Sequence[int], state: StateBytes, every: int
+) -> tuple[list[PassTime], list[PassTime]]:
     """(log-probs, part by part; optimizer steps) over a batch."""
     sequences = np.array(lengths) + round(case.workload.mean_prompt)
-    parts = [log_prob_time(case, part) for part in np.array_split(sequences, LOG_PROB_PARTS)]
+    parts = [log_prob_time(case, part) for part in np.array_split(sequences, LOG_PROB_PARTS)[::every]]
     sequences = np.random.default_rng(0).permutation(sequences)
     size = case.config.algorithm.mini_batch_responses
     batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-    return parts, [update_time(case, batch, state) for batch in batches]
+    steps = [update_time(case, batch, state) for batch in batches[::every]]
+    repeated = ([one for one in each for _ in range(every)] for each in (parts, steps))
+    return next(repeated)[:LOG_PROB_PARTS], next(repeated)[: len(batches)]
 
 
 def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:

@@ -10,11 +10,16 @@ Of a mixture's experts a token's own count, at the speed of grouped products, on
 the weights of all that the rank has, and adds to their gradients. A layer sends each token to its experts and back, in
 forward and in backward; data-parallel ranks that share experts wait for each other there.
 
-Nothing is assumed to overlap: tensor-, expert- and data-parallel communication is added to the arithmetic.
+Context-parallel ranks pass keys and values around a ring, in backward their gradients too. A pipeline stage gives each
+row's activations to the next one, in backward their gradients to the one before, once a chunk.
+
+Nothing is assumed to overlap: all communication is added to the arithmetic.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +46,15 @@ class PassTime:
     tensor_s: float
     """Tensor-parallel communication."""
 
+    recompute_s: float = 0.0
+    """Part of `compute_s`: what backward computes again."""
+
+    padding_s: float = 0.0
+    """Part of `compute_s`: rows filled up to one length, and what the slowest data-parallel rank has above the mean."""
+
+    neighbour_s: float = 0.0
+    """Around context-parallel rings, and from pipeline stage to stage."""
+
     expert_s: float = 0.0
     """Tokens on their way to experts and back."""
 
@@ -53,7 +67,12 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """Together."""
-        return self.compute_s + self.bubble_s + self.tensor_s + self.expert_s + self.data_s
+        return self.compute_s + self.bubble_s + self.exposed_s
+
+    @property
+    def exposed_s(self) -> float:
+        """All communication, and the optimizer's own work."""
+        return self.tensor_s + self.neighbour_s + self.expert_s + self.data_s
 
 
 def matrix_parameters(hf: HFModelConfig) -> int:
@@ -98,7 +117,9 @@ def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassT
     forward = forward_flops(case.hf, lengths)
     again, more = recomputed(case.hf, case.config.actor, lengths)
     one = _pass(case, lengths, 3 * forward + again, more)
-    return dataclasses.replace(one, data_s=_data_seconds(case, state), flops=float(3 * forward.sum()))
+    recompute_s = (one.compute_s - one.padding_s) * float(again.sum() / (3 * forward + again).sum())
+    own = {"recompute_s": recompute_s, "data_s": _data_seconds(case, state), "flops": float(3 * forward.sum())}
+    return dataclasses.replace(one, **own)
 
 
 def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | None = None) -> PassTime:
@@ -109,14 +130,16 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     times, exchanges, heads = 1.0, 1.0, 1
     if more is not None:
         times, exchanges, heads, efficiency = 3 + more, 2 + more, 4, case.constants.train_efficiency
-    plan = plan_for_actor(lengths, case.config.actor, hidden_size=hf.hidden_size)
+    micro_batches = _micro_batches(lengths.tobytes(), hf.hidden_size, _packed_alike(case.config.actor))
     split = layout.tensor * layout.pipeline * layout.context
-    work = np.array([[flops[batch].sum() for batch in rank] for rank in plan.micro_batches])
-    tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in plan.micro_batches])
+    work = np.array([[flops[batch].sum() for batch in rank] for rank in micro_batches])
+    tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in micro_batches])
+    mean = work.sum() / layout.data
     if layout.pipeline > 1:  # rows of one length: padding costs what a token does
         padding = tokens.max(axis=1, keepdims=True) - tokens
         work, tokens = work + padding * flops.sum() / lengths.sum(), tokens + padding
-    work += tokens * times * slow_flops(hf, layout, case.constants)
+    padded = work
+    work = work + tokens * times * slow_flops(hf, layout, case.constants)
     work += tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
     compute = work / (split * case.constants.peak_flops * efficiency)
     touched = case.dtype_bytes * exchanges + (2 * GRADIENT_BYTES if times > 1 else 0)
@@ -128,18 +151,51 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     reductions = exchanges * (2 if hf.experts is None else 1)
     reduce = tokens / layout.context * ring * layers * reductions / case.constants.link(layout.tensor)
     routed = tokens / layout.context * layers * exchanges * exchange_seconds(hf, layout, case.constants)
+    pass_on = tokens / layout.context * _neighbour_seconds(case, layers, update=more is not None)
     if layout.expert * layout.expert_tensor > layout.tensor * layout.context:
-        compute, reduce, routed = (part.max(axis=0, keepdims=True) for part in (compute, reduce, routed))
-    together = compute + reduce + routed
+        parts = (compute, reduce, routed, pass_on, padded)
+        compute, reduce, routed, pass_on, padded = (part.max(axis=0, keepdims=True) for part in parts)
+    together = compute + reduce + routed + pass_on
     slowest = int(together.sum(axis=1).argmax())
     waiting = (layout.pipeline - 1) / (layout.virtual_pipeline or 1)
     return PassTime(
         compute_s=float(compute[slowest].sum()),
         bubble_s=float(waiting * together[slowest].mean()),
         tensor_s=float(reduce[slowest].sum()),
+        padding_s=float(compute[slowest].sum() * (1 - mean / padded[slowest].sum())),
+        neighbour_s=float(pass_on[slowest].sum()),
         expert_s=float(routed[slowest].sum()),
         flops=float(flops.sum()),
     )
+
+
+def _packed_alike(actor: ActorConfig) -> ActorConfig:
+    """With nothing in it that `plan_for_actor` does not look at, so that `_micro_batches` knows it again."""
+    layout = actor.layout
+    sizes: dict[str, Any] = {"context": layout.context, "data": layout.data}
+    sizes |= {"pipeline": layout.pipeline, "virtual_pipeline": 1} if layout.virtual_pipeline else {}
+    return ActorConfig(layout=LayoutConfig(**sizes), micro_batch_tokens=actor.micro_batch_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _micro_batches(lengths: bytes, hidden_size: int, actor: ActorConfig) -> tuple[tuple[np.ndarray, ...], ...]:
+    """`plan_for_actor` of int64 lengths."""
+    plan = plan_for_actor(np.frombuffer(lengths, np.int64), actor, hidden_size=hidden_size)
+    return tuple(tuple(rank) for rank in plan.micro_batches)
+
+
+def _neighbour_seconds(case: Scenario, layers: float, *, update: bool) -> float:
+    """Of a token on a rank of `layers` layers: keys and values from each other context-parallel rank, and its
+    activations to the next pipeline stage. In backward keys and values again, with their gradients; what is recomputed
+    as whole layers needs them once more."""
+    hf, actor, layout, constants = case.hf, case.config.actor, case.config.actor.layout, case.constants
+    rings = 3 + repeated_layers(actor, layers) / layers if update else 1
+    ring = 2 * hf.num_query_groups * hf.head_dim / layout.tensor * _BYTES * layers * rings * (layout.context - 1)
+    seconds = ring / constants.link(layout.tensor * layout.context)
+    if layout.pipeline > 1:
+        row = hf.hidden_size / (layout.tensor if layout.sequence_parallel else 1) * _BYTES
+        seconds += row * (2 if update else 1) * (layout.virtual_pipeline or 1) / constants.link(layout.world_size)
+    return seconds
 
 
 def slow_flops(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:

@@ -29,8 +29,8 @@ def _a_large_disk(monkeypatch):
 
 @pytest.fixture(scope="module")
 def config():
-    """Four GPUs train, four generate."""
-    return load_config(RECIPES / "qwen2.5_7b_8gpu.yaml")
+    """Four GPUs train, four generate, each for itself."""
+    return load_config(RECIPES / "qwen2.5_7b_8gpu.yaml", ["rollout.tensor_parallel=1", "rollout.servers=4"])
 
 
 def only(machine, config=NO_CONFIG):

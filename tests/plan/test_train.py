@@ -91,6 +91,36 @@ def test_tensor_parallel_pays_its_all_reduces(constants):
     assert one.tensor_s == pytest.approx(moved / link)
 
 
+@pytest.mark.parametrize(("recompute", "rings"), [("none", 3), ("full", 4), (14, 3.5)])
+def test_keys_and_values_go_around_the_ring_and_in_backward_with_their_gradients(recompute, rings, constants):
+    """Each of four ranks gets those of the other three: 4 key/value heads of 128, over two tensor-parallel ranks."""
+    one = update_time(case(constants, recompute, tensor=2, context=4, sequence_parallel=True), EQUAL, NO_STATE)
+    moved = 3 * EQUAL.sum() / 4 * 2 * 4 * 128 / 2 * 2 * 28 * rings
+    assert one.neighbour_s == pytest.approx(moved / (constants.nvlink_bandwidth * constants.communication_efficiency))
+
+
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_each_chunk_gives_its_activations_on_and_gets_their_gradients_back(virtual, constants):
+    layout = {"tensor": 2, "pipeline": 4, "virtual_pipeline": virtual, "sequence_parallel": True}
+    moved = EQUAL.sum() * HF.hidden_size / 2 * 2 * (virtual or 1)
+    link = constants.nvlink_bandwidth * constants.communication_efficiency
+    assert update_time(case(constants, **layout), EQUAL, NO_STATE).neighbour_s == pytest.approx(2 * moved / link)
+    assert log_prob_time(case(constants, **layout), EQUAL).neighbour_s == pytest.approx(moved / link)
+
+
+def test_what_is_recomputed_and_padded_is_a_part_of_the_arithmetic(free):
+    """By hand: on one rank all layers forward once more; of two rows on two stages a quarter is padding, about; of two
+    ranks one waits for the other."""
+    lengths = np.array([4096, 2048])
+    again, once = (update_time(case(free, told), EQUAL, NO_STATE) for told in ("full", "none"))
+    assert once.recompute_s == 0
+    assert again.recompute_s == pytest.approx(again.compute_s - once.compute_s)
+    staged = update_time(case(free, pipeline=2), lengths, NO_STATE)
+    assert staged.padding_s == pytest.approx(staged.compute_s / 4, rel=0.05)
+    apart, flops = update_time(case(free, data=2), lengths, NO_STATE), forward_flops(HF, lengths)
+    assert apart.padding_s == pytest.approx(apart.compute_s * (1 - flops.mean() / flops[0]))
+
+
 def test_data_parallel_moves_gradients_and_weights_once(constants):
     state = StateBytes(parameters=2 * 10**9, gradients=4 * 10**9, master_weights=0, moments=0)
     one = update_time(case(constants, tensor=8, data=2), EQUAL[:2] // 8, state)

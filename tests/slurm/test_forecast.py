@@ -34,15 +34,15 @@ def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("h100_32", ["--warn=600"], "--warn 600: by the plan update and checkpoint take 18"),
+        ("h100_32", ["--warn=600"], "--warn 600: by the plan update and checkpoint take 17"),
         (
             "h100_32",
             ["run.checkpoint_every=10", "run.checkpoint_minutes=0"],
-            "run.checkpoint_every = 10, run.checkpoint_minutes = 0: by the plan a lost job costs up to 18.4 hours; "
-            "with run.checkpoint_minutes=60 up to 1.8",
+            "run.checkpoint_every = 10, run.checkpoint_minutes = 0: by the plan a lost job costs up to 14.8 hours; "
+            "with run.checkpoint_minutes=60 up to 1.5",
         ),
-        ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=0"], "a lost job costs up to 1104.1"),
-        ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=240"], "a lost job costs up to 3.7 hours"),
+        ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=0"], "a lost job costs up to 886.0"),
+        ("h100_32", ["run.checkpoint_every=0", "run.checkpoint_minutes=240"], "a lost job costs up to 3.0 hours"),
         (
             "paper",
             [],

@@ -15,7 +15,7 @@ import yaml
 from megatron_dapo.config import load_config
 from megatron_dapo.plan.memory import server_memory, trainer_memory
 from megatron_dapo.plan.scenario import BUILT_IN, Calibration, Scenario, changed, load_calibration
-from megatron_dapo.plan.step_plan import plan_step
+from megatron_dapo.plan.step_plan import plan_step, rollouts
 
 RECIPE = Path(__file__).parents[2] / "examples" / "qwen2.5_32b" / "paper.yaml"
 SIGMA = 0.9
@@ -81,9 +81,9 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
     memory, state = server_memory(case), trainer_memory(case)[0].state
     generated = case.changed({"algorithm.prompts_per_step": published.prompts})
     trained = case.changed({"algorithm.prompts_per_step": published.trained_responses // published.group})
-    rollout = plan_step(generated, memory, state, steps=1).rollout_s
-    train = plan_step(trained, memory, state, steps=1)
-    return rollout, train.log_prob_s, train.update_s
+    [rollout] = rollouts(generated, memory, steps=1)
+    train = plan_step(trained, memory, state, rollouts(trained, memory, steps=1))
+    return rollout.seconds, train.log_prob_s, train.update_s
 
 
 def uncut_mean(mean: float, longest: int) -> float:

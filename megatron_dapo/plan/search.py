@@ -1,0 +1,197 @@
+"""The fastest ways to use the GPUs that a config has, by the plan.
+
+Varied are the layout, `actor.recompute` (the least that fits), `actor.micro_batch_tokens`, optimizer state in host
+memory, which share of the GPUs trains, and the servers' tensor-parallel size, with as many responses at once as their
+KV cache has room for. What splits a layer or a server is a power of two of at most a node, so trainer and servers find
+places whatever the share is (`cluster.placement`).
+
+Rollouts depend on the servers alone and are simulated once for each. Trainers come in the order of what they take at
+least: without recompute, estimated from a few parts of a step. The search ends where that is above what was found.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from statistics import fmean
+from typing import Any
+
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.plan.memory import server_memory, trainer_memory
+from megatron_dapo.plan.planner import (
+    LARGEST_PIPELINE,
+    SPARE,
+    Plan,
+    find_misfits,
+    headroom,
+    least_recompute,
+    make_plan,
+    possible,
+)
+from megatron_dapo.plan.rollout import RolloutStep
+from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
+from megatron_dapo.plan.step_plan import plan_step, rollouts
+from rollout.config import RolloutConfig
+
+_APART = {"actor.offload.between_phases": "none"}
+MODES: dict[str, Changes] = {
+    "sync": {"run.mode": "sync"} | _APART,
+    "colocated": {"run.mode": "colocated", "actor.offload.between_phases": "all", "rollout.weight_sync": "disk"},
+    "async": {"run.mode": "async", "algorithm.dynamic_sampling.max_staleness": 2} | _APART,
+}
+"""With what else they need."""
+
+_EVERY = 8
+"""Of so many parts of a step one is calculated in an estimate."""
+
+_MARGIN = 1.04
+"""A trainer is left out if it takes so much more at least."""
+
+_BUDGETS = (1.0, 1.5, 2.0, 4.0)
+"""`actor.micro_batch_tokens`, in longest sequences."""
+
+_GRAPHS = 256
+"""Responses that SGLang decodes by CUDA graphs on a GPU of 80 GB; from tensor-parallel size 4 on twice as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Servers:
+    rollout: RolloutConfig
+    filled: list[RolloutStep]
+
+    @property
+    def seconds(self) -> float:
+        return fmean(one.seconds for one in self.filled)
+
+
+def search(case: Scenario, modes: Sequence[str] = (), *, keep: Collection[str] = (), best: int = 10) -> list[Plan]:
+    """The `best` plans for as many GPUs as `case` has, the fastest first; with less than `SPARE` of a GPU to spare only
+    where nothing leaves that. Empty: nothing fits.
+
+    Args:
+        modes: of `MODES`; none: the config's own.
+        keep: keys that stay as they are, of those that are varied.
+    """
+    starts = [case.changed(MODES[mode]) for mode in modes] or [case]
+    for spare in (SPARE * case.constants.gpu_memory, 0.0):
+        if found := [one for start in starts for one in _fastest(start, case.gpus, spare, keep, best)]:
+            plans = (make_plan(one, filled=servers.filled) for one, servers in found)
+            return sorted(plans, key=lambda plan: plan.step.seconds if plan.step else math.inf)[:best]
+    return []
+
+
+def _fastest(
+    start: Scenario, gpus: int, spare: float, keep: Collection[str], best: int
+) -> list[tuple[Scenario, _Servers]]:
+    """In one mode; a few more than `best`, by estimate."""
+    servers: dict[int, _Servers | None] = {}
+    waiting: list[tuple[float, Scenario, _Servers]] = []
+    for layout in _layouts(start, gpus):
+        case = start.changed({"actor.layout": layout, "actor.offload.optimizer_state": False})
+        case = case.changed({"actor.recompute": "none"})
+        same = _same(start, case, keep, "actor.layout.")
+        if not same or not any(headroom(one) >= spare for one in _leanest(case)):
+            continue
+        if layout.world_size not in servers:
+            servers[layout.world_size] = _best_servers(case, gpus, keep)
+        if (own := servers[layout.world_size]) is not None:
+            case = case.changed({"rollout": own.rollout})
+            waiting.append((min(_estimate(one, own) for one in _budgeted(case, _BUDGETS[::2])), case, own))
+    found: list[tuple[float, Scenario, _Servers]] = []
+    for least, case, own in sorted(waiting, key=itemgetter(0)):
+        if len(found) >= best and least > _MARGIN * found[best - 1][0]:
+            break
+        ways = [(_estimate(one, own), one, own) for one in _ways(case, spare) if _same(start, one, keep, "actor.")]
+        found = sorted([*found, *sorted(ways, key=itemgetter(0))[:1]], key=itemgetter(0))
+    return [(one, own) for _, one, own in found[: best + 2]]
+
+
+def _layouts(case: Scenario, gpus: int) -> Iterator[LayoutConfig]:
+    """All by which the model can be cut; on all GPUs where servers share them, else on fewer."""
+    node, layers, own = int(case.constants.gpus_per_node), case.hf.num_layers, case.config.actor.layout.world_size
+    # Of many GPUs every fourth split, or fewer: their figures differ little.
+    shares = range(max(1, gpus // 32), gpus, max(1, gpus // 32))
+    worlds = [gpus] if share_gpus(case.config) else [own] if case.config.rollout.urls else shares
+    pipelines = [size for size in range(1, LARGEST_PIPELINE + 1) if layers % size == 0]
+    experts = _powers(case.hf.experts.count) if case.hf.experts else [1]
+    for tensor, pipeline, context in itertools.product(_powers(node), pipelines, _powers(node)):
+        chunks = [size for size in (2, 4, 8) if pipeline > 1 and layers // pipeline % size == 0]
+        parts = _powers(tensor) if case.hf.experts else [1]
+        for world, virtual, expert, part in itertools.product(worlds, (None, *chunks), experts, parts):
+            split = tensor * context * pipeline
+            # Experts of a group on the trainer's last node, which may share it with servers, are all there.
+            if world % split or world // pipeline % (expert * part) or world % node % min(node, expert * part):
+                continue
+            cut: dict[str, Any] = {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "context": context,
+            }
+            cut |= {"data": world // split, "expert": expert, "expert_tensor": part}
+            one = LayoutConfig(**cut, sequence_parallel=tensor > 1)
+            if possible(case.changed({"actor.layout": one})):
+                yield one
+
+
+def _powers(largest: int) -> list[int]:
+    """Of two, up to `largest`."""
+    return [2**power for power in range(largest.bit_length())]
+
+
+def _same(start: Scenario, one: Scenario, keep: Collection[str], section: str) -> bool:
+    """Whether keys of `keep` in this section are as they were."""
+    values = (attrgetter(key) for key in keep if key.startswith(section))
+    return all(value(start.config) == value(one.config) for value in values)
+
+
+def _best_servers(case: Scenario, gpus: int, keep: Collection[str]) -> _Servers | None:
+    """Those that fill a batch soonest on the GPUs that the trainer leaves; None: the model does not fit there."""
+    found = []
+    rest = gpus - (0 if share_gpus(case.config) else case.config.actor.layout.world_size)
+    for size in _powers(int(case.constants.gpus_per_node)):
+        if rest % size or case.hf.num_attention_heads % size:
+            continue
+        sizes = {"rollout.tensor_parallel": size, "rollout.servers": rest // size}
+        sizes |= {"rollout.max_running_requests": _GRAPHS * (2 if size >= 4 else 1)}
+        one = case if case.config.rollout.urls else case.changed(sizes)
+        misfits = [misfit for misfit in find_misfits(one) if misfit.part == "server"]
+        if not misfits and _same(case, one, keep, "rollout."):
+            found.append(_Servers(rollout=one.config.rollout, filled=rollouts(one, server_memory(one))))
+    hidden = case.config.run.mode == "async"
+    return min(found, key=lambda one: sum(each.seconds - hidden * each.tail_s for each in one.filled), default=None)
+
+
+def _leanest(case: Scenario) -> Iterator[Scenario]:
+    """What takes least memory in a layout, one of them."""
+    [one] = _budgeted(case, _BUDGETS[:1])
+    for amount in ("full", "none"):
+        yield one.changed({"actor.recompute": amount, "actor.offload.optimizer_state": True})
+
+
+def _budgeted(case: Scenario, budgets: Sequence[float]) -> Iterator[Scenario]:
+    """With `actor.micro_batch_tokens` so many times the longest sequence."""
+    longest = -(-case.config.model.context_length // case.config.actor.layout.context)
+    for times in budgets:
+        yield case.changed({"actor.micro_batch_tokens": int(times * longest)})
+
+
+def _ways(case: Scenario, spare: float) -> Iterator[Scenario]:
+    """That leave `spare` bytes of a GPU. State in host memory costs only where nothing is computed again."""
+    for budgeted in _budgeted(case, _BUDGETS):
+        for offload in (False, True):
+            one = budgeted.changed({"actor.offload.optimizer_state": offload})
+            one = one.changed({"actor.recompute": least_recompute(one)})
+            if headroom(one) >= spare:
+                yield one
+                if one.config.actor.recompute == "none":
+                    break
+
+
+def _estimate(case: Scenario, servers: _Servers) -> float:
+    """Seconds of a step, the trainer's from the first rollout alone."""
+    state = max((rank.state for rank in trainer_memory(case)), key=lambda one: one.total)
+    first, hidden = servers.filled[:1], case.config.run.mode == "async"
+    seconds = plan_step(case, server_memory(case), state, first, every=_EVERY).seconds
+    return seconds if hidden else seconds + servers.seconds - first[0].seconds

@@ -1,0 +1,150 @@
+"""`plan --search`: against all that can be tried one by one, and the recipes against it."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_dapo.cli.main import app
+from megatron_dapo.cluster.placement import Bundle, check_fit, needed_bundles
+from megatron_dapo.config import load_config
+from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.plan.planner import SPARE, find_misfits, headroom, least_recompute, make_plan, possible
+from megatron_dapo.plan.scenario import Scenario, model_dimensions
+from megatron_dapo.plan.search import search
+from tests.plan.conftest import MIXTURES, RECIPES
+
+SMALL = {"algorithm.prompts_per_step": 32, "algorithm.mini_batch_responses": 128}
+"""A batch that makes a plan a matter of milliseconds."""
+
+
+def scenario(file: Path, constants, **changes) -> Scenario:
+    config = load_config(file)
+    return Scenario(config, model_dimensions(config.model.path)[0], constants).changed(changes)
+
+
+def one_by_one(case: Scenario, worlds: range, gpus: int) -> float:
+    """Seconds of the fastest of everything, each planned as a whole."""
+    seconds = []
+    sizes = (1, 2, 4)
+    for tensor, pipeline, virtual, context in itertools.product(sizes, sizes, (None, 2), sizes):
+        for world in worlds:
+            data, rest = divmod(world, tensor * pipeline * context)
+            if rest or (virtual and pipeline == 1):
+                continue
+            layout = LayoutConfig(
+                tensor=tensor,
+                pipeline=pipeline,
+                virtual_pipeline=virtual,
+                context=context,
+                data=data,
+                sequence_parallel=tensor > 1,
+            )
+            for parallel, budget, offload in itertools.product(sizes, (1, 1.5, 2, 4), (False, True)):
+                if (gpus - world) % parallel:
+                    continue
+                changes = {
+                    "actor.layout": layout,
+                    "actor.micro_batch_tokens": int(budget * -(-case.config.model.context_length // context)),
+                    "actor.offload.optimizer_state": offload,
+                    "rollout.tensor_parallel": parallel,
+                    "rollout.servers": (gpus - world) // parallel,
+                    "rollout.max_running_requests": 512 if parallel >= 4 else 256,
+                }
+                one = case.changed(changes | {"actor.recompute": "none"})
+                if not possible(one):
+                    continue
+                one = one.changed({"actor.recompute": least_recompute(one)})
+                if not find_misfits(one) and headroom(one) >= SPARE * case.constants.gpu_memory:
+                    seconds.append(make_plan(one).step.seconds)
+    return min(seconds)
+
+
+def test_nothing_that_is_tried_one_by_one_is_faster(constants):
+    """Six GPUs, a 7B model, less memory than there is, so that recompute and offload matter."""
+    tight = dataclasses.replace(constants, gpu_memory=70e9)
+    changes = SMALL | {"actor.layout.tensor": 2, "rollout.servers": 1, "rollout.tensor_parallel": 4}
+    case = scenario(RECIPES / "qwen2.5_7b_8gpu.yaml", tight, **changes)
+    assert case.gpus == 6
+    found = search(case)
+    assert found[0].step.seconds <= 1.001 * one_by_one(case, range(1, 6), 6)
+    assert [plan.step.seconds for plan in found] == sorted(plan.step.seconds for plan in found)
+    for plan in found:
+        assert plan.step.gpus == 6
+        assert plan.step.seconds == make_plan(plan.case).step.seconds, "what `plan` says of it"
+
+
+def test_other_modes_and_what_is_kept(constants):
+    """Async hides the shorter side; colocated has servers and trainer on every GPU."""
+    case = scenario(RECIPES / "qwen2.5_7b_8gpu.yaml", constants, **SMALL)
+    found = {mode: search(case, (mode,), best=3) for mode in ("sync", "colocated", "async")}
+    assert found["async"][0].step.seconds < found["sync"][0].step.seconds
+    for plan in found["colocated"]:
+        assert not find_misfits(plan.case)
+        assert possible(plan.case)
+        assert plan.case.config.actor.layout.world_size == plan.step.gpus == 8
+    every = search(case, tuple(found), best=3)
+    assert every[0].step.seconds == min(plans[0].step.seconds for plans in found.values())
+    for plan in search(case, keep=("actor.layout.tensor", "rollout.servers"), best=3):
+        assert plan.case.config.actor.layout.tensor == 4
+        assert plan.case.config.rollout.servers == case.config.rollout.servers
+
+
+def test_trainer_and_servers_find_places_on_whole_nodes(constants):
+    """By the check that a run makes before it starts; also where the shares are no whole nodes."""
+    case = scenario(MIXTURES / "h100_32.yaml", constants, **SMALL)
+    plans = search(case, best=30)
+    nodes = [Bundle(what=f"node {number}", cpus=64, gpus=8) for number in range(4)]
+    for plan in plans:
+        config = plan.case.config
+        check_fit(needed_bundles(config, use_gpu=True, servers=config.rollout.servers), nodes)
+    assert any(plan.case.config.actor.layout.world_size % 8 for plan in plans)
+
+
+LONG = {"qwen2.5_32b/h100_128", "qwen3_30b_a3b/h100_32", "qwen3_30b_a3b/h100_32_colocated"}
+NAMES = [f"{file.parent.name}/{file.stem}" for folder in (RECIPES, MIXTURES) for file in sorted(folder.glob("*.yaml"))]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        for name in NAMES
+        if not name.endswith(("paper", "verl"))
+    ],
+)
+def test_a_recipe_is_the_best_that_the_search_finds(name, constants):
+    """Within 1%, so that the plainer of two equals may be shipped. The dense ones have no context parallelism: the
+    trace of their CUDA path (tests/symbolic) cannot follow it. With it they would be at most 4% faster."""
+    case = scenario(RECIPES.parent / f"{name}.yaml", constants)
+    dense = case.hf.experts is None
+    own = make_plan(case)
+    [best] = search(case, keep=("actor.layout.context",) if dense else (), best=1)
+    assert own.step.seconds <= 1.01 * best.step.seconds
+    assert headroom(case) >= min(SPARE * constants.gpu_memory, headroom(best.case))
+    assert case.config.actor.layout.context == 1 or not dense
+
+
+def test_the_command_prints_what_to_paste_and_its_json_makes_that_plan():
+    file = str(RECIPES / "h100_16.yaml")
+    command = ["plan", file, "--search", "actor.recompute=full", "rollout.tensor_parallel=4", "rollout.servers=2"]
+    text = CliRunner().invoke(app, command)
+    assert text.exit_code == 0, text.output
+    assert "Predicted, not measured" in text.stdout
+    pasted = text.stdout.split("The first: ")[1].split()
+    assert "rollout.tensor_parallel=8" in pasted
+    tree = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    planned = json.loads(CliRunner().invoke(app, ["plan", *command[1:2], *command[3:], *pasted, "--json"]).stdout)
+    best = tree["found"][0]
+    assert planned["step"]["seconds"] == best["seconds"]
+    assert sum(best["update_s"].values()) == pytest.approx(planned["step"]["update_s"])
+
+
+def test_what_cannot_be_searched_is_said():
+    nothing = CliRunner().invoke(app, ["plan", str(RECIPES / "paper.yaml"), "--search"])
+    assert nothing.exit_code == 2
+    assert "Nothing fits 1 GPU" in nothing.stdout
+    assert CliRunner().invoke(app, ["plan", str(RECIPES / "paper.yaml"), "--any-mode"]).exit_code == 2
