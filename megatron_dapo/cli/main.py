@@ -77,21 +77,13 @@ def plan(
     pass_rate: Annotated[float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="Constants of your hardware.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
-    search: Annotated[bool, typer.Option("--search", help="Find the fastest uses of as many GPUs.")] = False,
-    any_mode: Annotated[bool, typer.Option("--any-mode", help="Search other values of run.mode too.")] = False,
-    keep: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Search without a change of this key.")] = None,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
-    from megatron_dapo.cli.plan import plan_command, planned, search_command
-    from megatron_dapo.plan.search import MODES
+    from megatron_dapo.cli.plan import plan_command
 
-    if not search and (any_mode or keep):
-        raise typer.BadParameter("--any-mode and --keep need --search")
     assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
-    case, source = planned(config, overrides or [], calibration, pass_rate=pass_rate, **assumed)
-    if search:
-        raise typer.Exit(search_command(case, tuple(MODES) if any_mode else (), keep or [], as_json=json))
-    raise typer.Exit(plan_command(case, source, as_json=json))
+    assumed["pass_rate"] = pass_rate
+    raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
 
 
 def check(config: ConfigFile, overrides: Overrides = None) -> None:

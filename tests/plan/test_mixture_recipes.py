@@ -15,9 +15,9 @@ from megatron_dapo.plan.memory import trainer_memory
 from megatron_dapo.plan.planner import find_misfits, make_plan, remedies
 from megatron_dapo.plan.rollout import groups
 from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions
-from megatron_dapo.plan.search import search
 from megatron_dapo.plan.trainer_time import log_prob_time, update_time
 from tests.plan.conftest import MIXTURES
+from tools.plan_search import search
 
 GPUS = {"h100_16": 16, "h100_32": 32, "h100_16_colocated": 16, "h100_32_colocated": 32}
 PUBLISHED = [

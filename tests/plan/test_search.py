@@ -1,4 +1,4 @@
-"""`plan --search`: against all that can be tried one by one, and the recipes against it."""
+"""`tools.plan_search`: against all that can be tried one by one, and the recipes against it."""
 
 import dataclasses
 import itertools
@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+import typer
+from typer.testing import CliRunner, Result
 
 from megatron_dapo.cli.main import app
 from megatron_dapo.cluster.placement import Bundle, check_fit, needed_bundles
-from megatron_dapo.config import load_config
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.planner import SPARE, find_misfits, headroom, least_recompute, make_plan, possible
 from megatron_dapo.plan.scenario import Scenario, model_dimensions
-from megatron_dapo.plan.search import search
 from tests.plan.conftest import MIXTURES, RECIPES
+from tools.plan_search import plan_search_command, search
 
 SMALL = {"algorithm.prompts_per_step": 32, "algorithm.mini_batch_responses": 128}
 """A batch that makes a plan a matter of milliseconds."""
@@ -128,23 +129,31 @@ def test_a_recipe_is_the_best_that_the_search_finds(name, constants):
     assert case.config.actor.layout.context == 1 or not dense
 
 
+def searched(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(plan_search_command)
+    return CliRunner().invoke(app, arguments)
+
+
 def test_the_command_prints_what_to_paste_and_its_json_makes_that_plan():
     file = str(RECIPES / "h100_16.yaml")
-    command = ["plan", file, "--search", "actor.recompute=full", "rollout.tensor_parallel=4", "rollout.servers=2"]
-    text = CliRunner().invoke(app, command)
+    settings = ["actor.recompute=full", "rollout.tensor_parallel=4", "rollout.servers=2"]
+    text = searched(file, *settings)
     assert text.exit_code == 0, text.output
     assert "Predicted, not measured" in text.stdout
     pasted = text.stdout.split("The first: ")[1].split()
     assert "rollout.tensor_parallel=8" in pasted
-    tree = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
-    planned = json.loads(CliRunner().invoke(app, ["plan", *command[1:2], *command[3:], *pasted, "--json"]).stdout)
+    tree = json.loads(searched(file, *settings, "--json").stdout)
+    planned = json.loads(CliRunner().invoke(app, ["plan", file, *settings, *pasted, "--json"]).stdout)
     best = tree["found"][0]
     assert planned["step"]["seconds"] == best["seconds"]
     assert sum(best["update_s"].values()) == pytest.approx(planned["step"]["update_s"])
 
 
 def test_what_cannot_be_searched_is_said():
-    nothing = CliRunner().invoke(app, ["plan", str(RECIPES / "paper.yaml"), "--search"])
+    nothing = searched(str(RECIPES / "paper.yaml"))
     assert nothing.exit_code == 2
     assert "Nothing fits 1 GPU" in nothing.stdout
-    assert CliRunner().invoke(app, ["plan", str(RECIPES / "paper.yaml"), "--any-mode"]).exit_code == 2
+    unknown = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layouts").exception
+    assert isinstance(unknown, ConfigError)
+    assert "--keep actor.layouts" in str(unknown)

@@ -1,5 +1,7 @@
 """The fastest ways to use the GPUs that a config has, by the plan.
 
+    python -m tools.plan_search CONFIG.yaml [section.key=value ...] [--any-mode] [--keep KEY] [--json]
+
 Varied are the layout, `actor.recompute` (the least that fits), `actor.micro_batch_tokens`, optimizer state in host
 memory, which share of the GPUs trains, and the servers' tensor-parallel size, with as many responses at once as their
 KV cache has room for. What splits a layer or a server is a power of two of at most a node, so trainer and servers find
@@ -10,14 +12,24 @@ least: without recompute, estimated from a few parts of a step. The search ends 
 """
 
 import itertools
+import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from megatron_dapo.cli.command_line import Overrides
+from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.cli.main import main
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.config_diff import flatten_config
+from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import server_memory, trainer_memory
 from megatron_dapo.plan.planner import (
     LARGEST_PIPELINE,
@@ -30,7 +42,7 @@ from megatron_dapo.plan.planner import (
     possible,
 )
 from megatron_dapo.plan.rollout import RolloutStep
-from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
+from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
 from megatron_dapo.plan.step_plan import plan_step, rollouts
 from rollout.config import RolloutConfig
 
@@ -53,6 +65,44 @@ _BUDGETS = (1.0, 1.5, 2.0, 4.0)
 
 _GRAPHS = 256
 """Responses that SGLang decodes by CUDA graphs on a GPU of 80 GB; from tensor-parallel size 4 on twice as many."""
+
+
+def plan_search_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml")],
+    overrides: Overrides = None,
+    any_mode: Annotated[bool, typer.Option("--any-mode", help="Search other values of run.mode too.")] = False,
+    keep: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Search without a change of this key.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Constants, else the package's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
+) -> None:
+    """Print the fastest plans for the config's GPUs, and the keys that make the first of it."""
+    loaded = load_config(config, overrides or [])
+    if unknown := sorted(set(keep or []) - flatten_config(loaded).keys()):
+        raise ConfigError(f"--keep {unknown[0]}: no key of a config; megatron-dapo check CONFIG.yaml prints all")
+    case = Scenario(loaded, model_dimensions(loaded.model.path)[0], load_calibration(calibration))
+    plans = search(case, tuple(MODES) if any_mode else (), keep=keep or [])
+    found = [{"set": _changes(case, plan), **_figures(plan)} for plan in plans]
+    page = text_page("tools", "plan_search.txt.j2", case=case, plans=plans, found=found, json=json.dumps)
+    print(json.dumps({"gpus": case.gpus, "found": found}, indent=2) if as_json else page)
+    raise typer.Exit(ExitCode.FINISHED if plans else ExitCode.CONFIG)
+
+
+def _changes(case: Scenario, plan: Plan) -> dict[str, Any]:
+    """Keys by which a plan's config differs."""
+    old, new = flatten_config(case.config), flatten_config(plan.case.config)
+    return {key: value for key, value in new.items() if old.get(key) != value}
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    """Seconds and bytes of what a search found; parts of all updates of a step."""
+    step = plan.step
+    assert step is not None
+    update = step.update
+    parts = {"compute": update.compute_s - update.recompute_s - update.padding_s, "recompute": update.recompute_s}
+    parts |= {"padding": update.padding_s, "bubble": update.bubble_s, "exposed_communication": update.exposed_s}
+    figures = {"seconds": step.seconds, "tokens_per_s": step.tokens_per_s_per_gpu * step.gpus, "mfu": step.mfu}
+    figures |= {"headroom": headroom(plan.case), "rollout_s": step.rollout_s, "log_prob_s": step.log_prob_s}
+    return figures | {"update_s": {name: step.optimizer_steps * seconds for name, seconds in parts.items()}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,3 +245,7 @@ def _estimate(case: Scenario, servers: _Servers) -> float:
     first, hidden = servers.filled[:1], case.config.run.mode == "async"
     seconds = plan_step(case, server_memory(case), state, first, every=_EVERY).seconds
     return seconds if hidden else seconds + servers.seconds - first[0].seconds
+
+
+if __name__ == "__main__":
+    main(lambda: typer.run(plan_search_command))
