@@ -41,7 +41,7 @@ UNRELATED = """
     rollout.on_publish
     rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s
     rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
-    reward.environment_workers
+    reward.environment_workers reward.code_reads
     reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
     evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.device actor.micro_batch_tokens
     actor.recompute actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob actor.threads
