@@ -204,6 +204,7 @@ def _context(**parts: object) -> Any:
         generator=SimpleNamespace(take_seconds=dict, finished=3),
         evaluator=SimpleNamespace(run=never, count=lambda: Count(5, 9, "answers")),
         run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
+        shared_gpu=False,
         **{"trainer": None, "fleet": SimpleNamespace(load=lambda: (900, 4, 7.0))} | parts,
     )
 
@@ -274,7 +275,7 @@ def test_a_publish_as_a_whole() -> None:
         async def written(*_: object) -> dict[object, object]:
             return {}
 
-        trainer = SimpleNamespace(write_weights=written)
+        trainer = SimpleNamespace(write_weights=written, on_gpu=False)
         servers = [SimpleNamespace(weight_version=version) for version in (6, 7, 7)]
         context = _context(fleet=SimpleNamespace(kinds=(), publish=never, members=servers), trainer=trainer)
         stalled = r"(?s)weight version 7: rollout servers gave no answer within 0\.2 s.*; 2 of 3 servers"

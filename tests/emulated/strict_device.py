@@ -327,6 +327,10 @@ class _Stream:
     def __init__(self, device: EmulatedDevice) -> None:
         self.synchronize = device.synchronize
 
+    def record_event(self, *_: Any) -> "_Stream":
+        """What waits for it waits for all."""
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 

@@ -1,7 +1,7 @@
 """Tokens per second, model FLOPs utilisation and peak memory of an update on one GPU, against a plain loop.
 
 Models of Qwen2.5's widths with random weights, bfloat16, packed rows of 8 192 or 16 384 tokens. The plain loop is that
-of `tools/benchmarks/measure_actor_speed`: transformers with PyTorch's scaled-dot-product attention, on sequences of
+of `tests/actor/measure_actor_speed`: transformers with PyTorch's scaled-dot-product attention, on sequences of
 equal length, so that it pads nothing; its weights and AdamW are bfloat16, without master weights. Where the GPU's
 memory does not suffice, that is what is recorded.
 """
@@ -25,9 +25,9 @@ from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
 from megatron_dapo.config.run_config import ModelConfig
 from tests.actor.gloo import RankPlace
+from tests.actor.measure_actor_speed import PlainLoop
 from tests.gpu.place import DEVICE, ON_CPU
 from tests.gpu.publishing import DTYPE, VOCABULARY, save_qwen
-from tools.benchmarks.measure_actor_speed import PlainLoop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from reward.answer.number import read_number
@@ -102,6 +102,7 @@ def test_mixed_numbers(whole, above, below):
         assert number.value == whole + Fraction(above, below)
 
 
+@example(values=[0, 1, -1], joint=" | ", dress="Answer: {}")
 @given(
     values=st.lists(SMALL, min_size=2, max_size=6, unique=True),
     joint=st.sampled_from(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.benchmarks.measure_actor_speed import table
+from tests.actor.measure_actor_speed import table
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Tokens per second of the actor's update against a plain Hugging Face + PyTorch loop.
 
-python -m tools.benchmarks.measure_actor_speed     prints a Markdown table (docs/measurements/actor.md)
+python -m tests.actor.measure_actor_speed     prints a Markdown table (docs/measurements/actor.md)
 
 Both train the same model on the same mini-batch with the same loss (eq. 8), gradient clipping and AdamW, in float32, in
 one process with the same number of threads. They take turns, and each turn gives one ratio: the table holds the median
