@@ -91,8 +91,8 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """As AutoTokenizer loads it; importing that costs two seconds, of which a file that names its class itself needs
-    half a one."""
+    """As AutoTokenizer loads it, whose import takes more than a second longer than that of the class which a file may
+    name."""
     file = folder / "tokenizer_config.json"
     try:
         if file.is_file() and read_json(file).get("tokenizer_class") == "PreTrainedTokenizerFast":

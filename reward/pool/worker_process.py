@@ -100,7 +100,7 @@ class WorkerProcess:
         Raises:
             WorkerLost: there are none, or one that took all memory.
         """
-        again, self._used, start = self._used or len(jobs) > 1, True, time.monotonic()
+        again, self._used, start = self._used, True, time.monotonic()
         needs = {needed(job) for job in jobs} - self._imported if slow else set[str]()
         number, stepping = secrets.randbits(64), isinstance(jobs[0], Step)
         try:
@@ -122,7 +122,7 @@ class WorkerProcess:
         except MemoryError:
             reason = "memory"
         except TimeoutError:
-            reason, again = "timeout", len(jobs) > 1
+            reason, again = "timeout", False
         except ValueError as error:  # the worker still runs: there is no exit code to report
             reason = f"worker: {error}"[:200]
         except (EOFError, OSError):  # somebody else may have killed it, as the kernel does where memory is short
