@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -23,26 +23,26 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_dapo.actor.model.hf_config import check_actor
 from megatron_dapo.cli.command_line import Overrides
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.config_diff import flatten_config
+from megatron_dapo.config.root import contradictions
 from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import server_memory, trainer_memory
 from megatron_dapo.plan.planner import (
-    LARGEST_PIPELINE,
     SPARE,
     Plan,
     find_misfits,
     headroom,
     least_recompute,
     make_plan,
-    possible,
 )
 from megatron_dapo.plan.rollout import RolloutStep
-from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
+from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions
 from megatron_dapo.plan.step_plan import plan_step, rollouts
 from rollout.config import RolloutConfig
 
@@ -53,6 +53,9 @@ MODES: dict[str, Changes] = {
     "async": {"run.mode": "async", "algorithm.dynamic_sampling.max_staleness": 2} | _APART,
 }
 """With what else they need."""
+
+_LARGEST_PIPELINE = 16
+_MOST_GPUS = 1024
 
 _EVERY = 8
 """Of so many parts of a step one is calculated in an estimate."""
@@ -72,6 +75,7 @@ def plan_search_command(
     overrides: Overrides = None,
     any_mode: Annotated[bool, typer.Option("--any-mode", help="Search other values of run.mode too.")] = False,
     keep: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Search without a change of this key.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB (10^9 bytes) of a GPU; 80 if not given.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="Constants, else the package's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
 ) -> None:
@@ -79,11 +83,15 @@ def plan_search_command(
     loaded = load_config(config, overrides or [])
     if unknown := sorted(set(keep or []) - flatten_config(loaded).keys()):
         raise ConfigError(f"--keep {unknown[0]}: no key of a config; megatron-dapo check CONFIG.yaml prints all")
-    case = Scenario(loaded, model_dimensions(loaded.model.path)[0], load_calibration(calibration))
-    plans = search(case, tuple(MODES) if any_mode else (), keep=keep or [])
+    constants = load_calibration(calibration)
+    constants = replace(constants, gpu_memory=gpu_memory * 1e9 if gpu_memory else constants.gpu_memory)
+    case = Scenario(loaded, model_dimensions(loaded.model.path)[0], constants)
+    modes, gpus = tuple(MODES) if any_mode else (), case.gpus
+    while not (plans := search(case, modes, keep=keep or [], gpus=gpus)) and 2 * gpus <= _MOST_GPUS:
+        gpus *= 2
     found = [{"set": _changes(case, plan), **_figures(plan)} for plan in plans]
-    page = text_page("tools", "plan_search.txt.j2", case=case, plans=plans, found=found, json=json.dumps)
-    print(json.dumps({"gpus": case.gpus, "found": found}, indent=2) if as_json else page)
+    page = text_page("tools", "plan_search.txt.j2", case=case, gpus=gpus, plans=plans, found=found, json=json.dumps)
+    print(json.dumps({"gpus": gpus, "found": found}, indent=2) if as_json else page)
     raise typer.Exit(ExitCode.FINISHED if plans else ExitCode.CONFIG)
 
 
@@ -115,17 +123,20 @@ class _Servers:
         return fmean(one.seconds for one in self.filled)
 
 
-def search(case: Scenario, modes: Sequence[str] = (), *, keep: Collection[str] = (), best: int = 10) -> list[Plan]:
-    """The `best` plans for as many GPUs as `case` has, the fastest first; with less than `SPARE` of a GPU to spare only
-    where nothing leaves that. Empty: nothing fits.
+def search(
+    case: Scenario, modes: Sequence[str] = (), *, keep: Collection[str] = (), best: int = 10, gpus: int = 0
+) -> list[Plan]:
+    """The `best` plans, the fastest first; with less than `SPARE` of a GPU to spare only where nothing leaves that.
+    Empty: nothing fits.
 
     Args:
         modes: of `MODES`; none: the config's own.
         keep: keys that stay as they are, of those that are varied.
+        gpus: how many there are; 0: as many as `case` has.
     """
     starts = [case.changed(MODES[mode]) for mode in modes] or [case]
     for spare in (SPARE * case.constants.gpu_memory, 0.0):
-        if found := [one for start in starts for one in _fastest(start, case.gpus, spare, keep, best)]:
+        if found := [one for start in starts for one in _fastest(start, gpus or case.gpus, spare, keep, best)]:
             plans = (make_plan(one, filled=servers.filled) for one, servers in found)
             return sorted(plans, key=lambda plan: plan.step.seconds if plan.step else math.inf)[:best]
     return []
@@ -162,8 +173,8 @@ def _layouts(case: Scenario, gpus: int) -> Iterator[LayoutConfig]:
     node, layers, own = int(case.constants.gpus_per_node), case.hf.num_layers, case.config.actor.layout.world_size
     # Of many GPUs every fourth split, or fewer: their figures differ little.
     shares = range(max(1, gpus // 32), gpus, max(1, gpus // 32))
-    worlds = [gpus] if share_gpus(case.config) else [own] if case.config.rollout.urls else shares
-    pipelines = [size for size in range(1, LARGEST_PIPELINE + 1) if layers % size == 0]
+    worlds = [gpus] if _shared(case, gpus) else [own] if case.config.rollout.urls else shares
+    pipelines = [size for size in range(1, _LARGEST_PIPELINE + 1) if layers % size == 0]
     experts = _powers(case.hf.experts.count) if case.hf.experts else [1]
     for tensor, pipeline, context in itertools.product(_powers(node), pipelines, _powers(node)):
         chunks = [size for size in (2, 4, 8) if pipeline > 1 and layers // pipeline % size == 0]
@@ -185,6 +196,20 @@ def _layouts(case: Scenario, gpus: int) -> Iterator[LayoutConfig]:
                 yield one
 
 
+def possible(case: Scenario) -> bool:
+    """Whether the model can be cut so, and no keys contradict each other."""
+    try:
+        check_actor(case.hf, case.config.actor)
+    except ConfigError:
+        return False
+    return not list(contradictions(case.config))
+
+
+def _shared(case: Scenario, gpus: int) -> bool:
+    """`share_gpus` of everything that is searched on `gpus` GPUs."""
+    return case.config.run.mode == "colocated" or gpus == 1
+
+
 def _powers(largest: int) -> list[int]:
     """Of two, up to `largest`."""
     return [2**power for power in range(largest.bit_length())]
@@ -199,12 +224,12 @@ def _same(start: Scenario, one: Scenario, keep: Collection[str], section: str) -
 def _best_servers(case: Scenario, gpus: int, keep: Collection[str]) -> _Servers | None:
     """Those that fill a batch soonest on the GPUs that the trainer leaves; None: the model does not fit there."""
     found = []
-    rest = gpus - (0 if share_gpus(case.config) else case.config.actor.layout.world_size)
+    rest = gpus - (0 if _shared(case, gpus) else case.config.actor.layout.world_size)
     for size in _powers(int(case.constants.gpus_per_node)):
         if rest % size or case.hf.num_attention_heads % size:
             continue
         sizes = {"rollout.tensor_parallel": size, "rollout.servers": rest // size}
-        sizes |= {"rollout.max_running_requests": _GRAPHS * (2 if size >= 4 else 1)}
+        sizes |= {"rollout.max_running_requests": _GRAPHS * (2 if size >= 4 else 1), "rollout.kv_cache_tokens": None}
         one = case if case.config.rollout.urls else case.changed(sizes)
         misfits = [misfit for misfit in find_misfits(one) if misfit.part == "server"]
         if not misfits and _same(case, one, keep, "rollout."):

@@ -10,9 +10,9 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.planner import Plan, make_plan, remedies
+from megatron_dapo.plan.planner import Plan, make_plan
 from megatron_dapo.plan.rank_state import active_parameters, model_parameters
-from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions, share_gpus
+from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions, share_gpus
 
 
 def plan_command(
@@ -30,13 +30,12 @@ def plan_command(
     hf, source = model_dimensions(config.model.path)
     constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
     plan = make_plan(Scenario(config, hf, constants))
-    ways = [] if plan.fits else remedies(plan.case)
     size = {"source": source, "parameters": model_parameters(hf), "active": active_parameters(hf)}
-    print(json.dumps(_tree(size, plan, ways), indent=2) if as_json else _page(size, plan, ways))
+    print(json.dumps(_tree(size, plan), indent=2) if as_json else _page(size, plan))
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
-def _tree(model: Mapping[str, Any], plan: Plan, ways: Sequence[Changes]) -> dict[str, Any]:
+def _tree(model: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
     return {
@@ -47,13 +46,12 @@ def _tree(model: Mapping[str, Any], plan: Plan, ways: Sequence[Changes]) -> dict
         "server": plan.server and asdict(plan.server),
         "host": plan.host,
         "misfits": [asdict(misfit) for misfit in plan.misfits],
-        "remedies": [dict(way) for way in ways],
         "workload": asdict(plan.case.workload),
         "step": plan.step and asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours},
     }
 
 
-def _page(model: Mapping[str, Any], plan: Plan, ways: Sequence[Changes]) -> str:
+def _page(model: Mapping[str, Any], plan: Plan) -> str:
     """templates/plan.txt.j2 of it."""
-    named = {"plan": plan, "ways": ways, "case": plan.case, "step": plan.step, "shared": share_gpus(plan.case.config)}
+    named = {"plan": plan, "case": plan.case, "step": plan.step, "shared": share_gpus(plan.case.config)}
     return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named, **model)

@@ -1,22 +1,19 @@
-"""The whole plan of a config: does it fit, how long does it take, and what to change where it does not fit."""
+"""The whole plan of a config: what fits, what does not, and how long it takes."""
 
-import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_dapo.actor.model.hf_config import check_actor
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import Recompute
-from megatron_dapo.config.root import contradictions
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
 from megatron_dapo.plan.rollout import RolloutStep
-from megatron_dapo.plan.scenario import Changes, Scenario, share_gpus
+from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan, plan_step, rollouts
 from megatron_dapo.plan.sync import server_bytes
 
-LARGEST_PIPELINE = 16
 SPARE = 0.05
 """Of a GPU: more than the figures here are off by (docs/measurements/symbolic.md)."""
 
@@ -127,29 +124,6 @@ def _trainer_room(case: Scenario) -> dict[str, float]:
     return room
 
 
-def remedies(case: Scenario) -> list[Changes]:
-    """The least that makes it fit: what costs time only, else more GPUs. Nothing: no such change is known.
-
-    First the trainer's, then the servers' way with the trainer's taken: two are meant together, since both may share
-    GPUs. Of one that would not help without breaking the other nothing is said.
-    """
-
-    def misfits(other: Scenario) -> set[str]:
-        return {one.part for one in find_misfits(other)}
-
-    now = misfits(case)
-    found: list[Changes] = []
-    for part, ways in (("trainer", _trainer_ways(case)), ("server", _server_ways(case))):
-        if part in now:
-            way = next((way for way in ways if misfits(case.changed(way)) <= now - {part}), None)
-            if way is not None:
-                if "actor.recompute" in way:
-                    way = {**way, "actor.recompute": least_recompute(case.changed(way))}
-                found.append(way)
-                case, now = case.changed(way), now - {part}
-    return found
-
-
 def least_recompute(case: Scenario) -> Recompute:
     """What costs least of none, a number of layers and full, with which an update leaves `SPARE` of a GPU; full where
     nothing does."""
@@ -161,52 +135,3 @@ def least_recompute(case: Scenario) -> Recompute:
         return all(rank.peaks["update"] <= room for rank in trainer_memory(case.changed({"actor.recompute": amount})))
 
     return amounts[min(bisect_left(amounts, True, key=fits), chunk)]
-
-
-def _trainer_ways(case: Scenario) -> Iterator[Changes]:
-    actor, context, share = case.config.actor, case.config.model.context_length, case.config.rollout.memory_fraction
-    if share_gpus(case.config):  # the server can be given less of it
-        yield {"rollout.memory_fraction": round(share / 2, 2)}
-    budgets: list[dict[str, Any]] = [{}]
-    if actor.micro_batch_tokens > context:
-        budgets.append({"actor.micro_batch_tokens": context})
-    recomputes: list[dict[str, Any]] = [{}] if actor.recompute == "full" else [{}, {"actor.recompute": "full"}]
-    if not actor.offload.optimizer_state:
-        recomputes.append(recomputes[-1] | {"actor.offload.optimizer_state": True})
-    fused = [{}] if actor.fused_linear_log_prob else [{}, {"actor.fused_linear_log_prob": True}]
-    sizes = (2**power for power in range(1, 7) if 2**power > actor.layout.expert)
-    more = [way for size in sizes if possible(case.changed(way := {"actor.layout.expert": size}))]  # on the same GPUs
-    for parts in itertools.product([{}, *more, *_larger_layouts(case)], budgets, recomputes, fused):
-        yield {key: value for part in parts for key, value in part.items()}
-
-
-def _larger_layouts(case: Scenario) -> Iterator[dict[str, Any]]:
-    """Larger tensor- and pipeline-parallel sizes that divide the model, few GPUs first, tensor parallel first."""
-    now = case.config.actor.layout
-    tensors = [size for size in (1, 2, 4, 8) if size >= now.tensor]
-    pipelines = range(now.pipeline, LARGEST_PIPELINE + 1)
-    for tensor, pipeline in sorted(itertools.product(tensors, pipelines), key=lambda one: (one[0] * one[1], -one[0])):
-        sizes = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": tensor > 1}
-        changes = {f"actor.layout.{name}": size for name, size in sizes.items() if size != getattr(now, name)}
-        if (tensor, pipeline) != (now.tensor, now.pipeline) and possible(case.changed(changes)):
-            yield changes
-
-
-def _server_ways(case: Scenario) -> list[Changes]:
-    now = case.config.rollout
-    ways: list[Changes] = [] if now.kv_cache_tokens is None else [{"rollout.kv_cache_tokens": None}]
-    ways += [{"rollout.memory_fraction": 0.85}] if now.memory_fraction < 0.85 else []
-    ways += [{"rollout.tensor_parallel": size} for size in (2, 4, 8) if size > now.tensor_parallel]
-    if case.weight_sync == "distributed":
-        ways += [{"rollout.sync_bucket_mb": size} for size in (1024, 256) if size < now.sync_bucket_mb]
-        ways.append({"rollout.weight_sync": "disk"})
-    return ways
-
-
-def possible(case: Scenario) -> bool:
-    """Whether the model can be cut so, and no keys contradict each other."""
-    try:
-        check_actor(case.hf, case.config.actor)
-    except ConfigError:
-        return False
-    return not list(contradictions(case.config))

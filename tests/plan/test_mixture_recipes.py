@@ -12,7 +12,7 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan.memory import trainer_memory
-from megatron_dapo.plan.planner import find_misfits, make_plan, remedies
+from megatron_dapo.plan.planner import find_misfits, make_plan
 from megatron_dapo.plan.rollout import groups
 from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions
 from megatron_dapo.plan.trainer_time import log_prob_time, update_time
@@ -76,12 +76,12 @@ def test_no_published_layout_is_faster(name, sizes):
         assert best.step.seconds > 0.99 * make_plan(case).step.seconds
 
 
-def test_where_experts_do_not_fit_more_ranks_for_them_are_named():
-    """On 8 GPUs, before more GPUs are."""
+def test_where_experts_do_not_fit_more_ranks_for_them_are_found():
+    """Of as many GPUs."""
     case = recipe("h100_16").changed({"actor.layout.expert": 2})
-    [way] = remedies(case)
-    assert way["actor.layout.expert"] > 2
-    assert not find_misfits(case.changed(way))
+    assert find_misfits(case)
+    [best] = search(case, keep=["actor.layout.tensor", "actor.layout.pipeline"], best=1)
+    assert best.case.config.actor.layout.expert > 2
 
 
 def test_the_command_tells_active_parameters_and_the_experts_share():

@@ -13,10 +13,10 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.cluster.placement import Bundle, check_fit, needed_bundles
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.planner import SPARE, find_misfits, headroom, least_recompute, make_plan, possible
+from megatron_dapo.plan.planner import SPARE, find_misfits, headroom, least_recompute, make_plan
 from megatron_dapo.plan.scenario import Scenario, model_dimensions
 from tests.plan.conftest import MIXTURES, RECIPES
-from tools.plan_search import plan_search_command, search
+from tools.plan_search import plan_search_command, possible, search
 
 SMALL = {"algorithm.prompts_per_step": 32, "algorithm.mini_batch_responses": 128}
 """A batch that makes a plan a matter of milliseconds."""
@@ -150,10 +150,33 @@ def test_the_command_prints_what_to_paste_and_its_json_makes_that_plan():
     assert sum(best["update_s"].values()) == pytest.approx(planned["step"]["update_s"])
 
 
+@pytest.mark.parametrize("name", ["paper", "verl"])
+def test_where_nothing_fits_twice_as_many_gpus_are_searched(name):
+    """One without a layout, one GPU's: `plan` says what does not fit, the search what does."""
+    file = str(RECIPES / f"{name}.yaml")
+    plan = CliRunner().invoke(app, ["plan", file])
+    assert plan.exit_code == 2
+    assert "python -m tools.plan_search" in plan.stdout
+    found = searched(file)
+    assert "Nothing fits 1 GPU of 80 GB" in found.stdout
+    assert "\n16 GPUs." in found.stdout
+    pasted = found.stdout.split("The first: ")[1].split()
+    assert CliRunner().invoke(app, ["plan", file, *pasted]).exit_code == 0
+
+
+def test_less_memory_and_a_cache_that_was_set_too_small():
+    """What `plan` names as too small is set anew."""
+    file, small = str(RECIPES / "qwen2.5_7b_8gpu.yaml"), ["--gpu-memory", "40", "rollout.kv_cache_tokens=1000"]
+    assert CliRunner().invoke(app, ["plan", file, *small]).exit_code == 2
+    pasted = searched(file, *small).stdout.split("The first: ")[1].split()
+    assert "rollout.kv_cache_tokens=null" in pasted
+    assert CliRunner().invoke(app, ["plan", file, *small, *pasted]).exit_code == 0
+
+
 def test_what_cannot_be_searched_is_said():
-    nothing = searched(str(RECIPES / "paper.yaml"))
+    nothing = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layout.tensor", "--keep", "actor.layout.pipeline")
     assert nothing.exit_code == 2
-    assert "Nothing fits 1 GPU" in nothing.stdout
+    assert "Nothing fits 1 to 1024 GPUs" in nothing.stdout
     unknown = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layouts").exception
     assert isinstance(unknown, ConfigError)
     assert "--keep actor.layouts" in str(unknown)

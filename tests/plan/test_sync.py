@@ -8,7 +8,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.plan import sync
 from megatron_dapo.plan.memory import host_memory, trainer_memory
-from megatron_dapo.plan.planner import make_plan, remedies
+from megatron_dapo.plan.planner import make_plan
 from megatron_dapo.plan.rank_state import model_parameters
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.plan.conftest import RECIPES
@@ -87,7 +87,7 @@ def test_buckets_that_do_not_fit_beside_the_servers_cache_are_named(constants):
     plan = make_plan(Scenario(config, HF, constants), steps=1)
     [misfit] = plan.misfits
     assert (misfit.part, misfit.needed) == ("server", constants.framework_memory + 2 * (8192 << 20))
-    assert remedies(plan.case) == [{"rollout.sync_bucket_mb": 1024}]
+    assert make_plan(plan.case.changed({"rollout.sync_bucket_mb": 1024}), steps=1).fits
 
 
 def test_experts_are_gathered_from_the_ranks_that_hold_them(constants):
