@@ -228,7 +228,7 @@ def _best_servers(case: Scenario, gpus: int, keep: Collection[str]) -> _Servers 
     for size in _powers(int(case.constants.gpus_per_node)):
         if rest % size or case.hf.num_attention_heads % size:
             continue
-        sizes = {"rollout.tensor_parallel": size, "rollout.servers": rest // size}
+        sizes: dict[str, int | None] = {"rollout.tensor_parallel": size, "rollout.servers": rest // size}
         sizes |= {"rollout.max_running_requests": _GRAPHS * (2 if size >= 4 else 1), "rollout.kv_cache_tokens": None}
         one = case if case.config.rollout.urls else case.changed(sizes)
         misfits = [misfit for misfit in find_misfits(one) if misfit.part == "server"]

@@ -200,7 +200,9 @@ class MegatronActor:
         """
         needed = PARTS[:2] if self.config.offload.optimizer_state else PARTS
         with self.memory.resident(*needed):
-            return [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
+            reports = [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
+            self.optimizer.gather_weights()
+            return reports
 
     def _optimizer_step(self, mini_batch: MiniBatch, objective: Objective, temperature: float) -> UpdateMetrics:
         self.optimizer.zero_grad()

@@ -62,12 +62,14 @@ class ActorOptimizer:
         """Wrap `chunks`, whose weights are loaded.
 
         Args:
-            overlap: reduce gradients while backward still runs; worth it where communication is not the CPU's work.
+            overlap: reduce gradients while backward still runs, and gather the distributed optimizer's weights while
+                the next forward does; worth it where communication is not the CPU's work.
             adapters: of these chunks; then nothing else is trained.
         """
         self.config = config
         self.learning_rate = learning_rate
         self.adapters, self.lora = adapters, adapters.config if adapters is not None else LoraConfig()
+        self._gathers_late = overlap and config.distributed
         self.chunks = _wrap(chunks, distributed=config.distributed, overlap=overlap)
         model_config = chunks[0].config
         # Adapters are float32: no optimizer has copies of them.
@@ -84,6 +86,7 @@ class ActorOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
+            overlap_param_gather=self._gathers_late,
         )
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
         no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda parameter: parameter.ndim == 1))
@@ -122,7 +125,8 @@ class ActorOptimizer:
 
     def step(self) -> tuple[float, float]:
         """Clip and apply the gradients that forward and backward have left in the chunks. Moments and master weights
-        that are off the device are on it meanwhile.
+        that are off the device are on it meanwhile. With overlap the weights are whole after the next forward, or
+        `gather_weights`.
 
         Returns:
             The global L2 norm before clipping, and the learning rate.
@@ -146,6 +150,11 @@ class ActorOptimizer:
             if self.adapters is not None:
                 self.adapters.merge()
         return grad_norm, self.scheduler.get_lr({})
+
+    def gather_weights(self) -> None:
+        """Make the weights whole on every rank, before anything but a forward pass reads or moves them."""
+        for chunk in self.chunks if self._gathers_late else ():
+            chunk.start_param_sync(force_sync=True)
 
     def reset(self) -> None:
         """AdamW's moments and their step count as before the first step. Weights and learning rate stay."""
@@ -217,8 +226,13 @@ def sum_gradients(model: Sequence[torch.nn.Module], num_tokens: torch.Tensor | N
 
 
 def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> list[DistributedDataParallel]:
+    late, interleaved = overlap and distributed, len(chunks) > 1
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, overlap_grad_reduce=overlap
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=late,
+        align_param_gather=interleaved,
     )
     config = chunks[0].config
     # What differs between tensor-parallel ranks; the norm counts the rest once. Megatron marks it while it draws
@@ -239,7 +253,9 @@ def _wrap(chunks: Sequence[GPTModel], *, distributed: bool, overlap: bool) -> li
     config.finalize_model_grads_func = sum_gradients
     if overlap:
         no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        config.no_sync_func = no_sync if interleaved else no_sync[0]
+    if late and interleaved:  # a later chunk's weights come while an earlier one computes
+        config.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
     return wrapped
 
 

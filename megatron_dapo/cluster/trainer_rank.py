@@ -109,6 +109,10 @@ class TrainerRank:
             # Else torch ends the process minutes after any of its groups has lost a rank; a lost server must not end a
             # rank.
             os.environ.update(group | {"TORCH_NCCL_ENABLE_MONITORING": "0"} | os.environ)
+        if config.run.mode != "colocated" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Rows differ in length from one mini-batch to the next: memory in pieces of fixed size would be left over
+            # unused. Read when torch is imported. Not where servers wait for the memory that a rank gives back.
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         gc.disable()  # what is imported stays; to look at it again and again takes a quarter of the imports' time
         from megatron_dapo.actor.actor import MegatronActor
 

@@ -10,10 +10,13 @@ from megatron_dapo.config.base import STRICT, DecayRates
 
 def _recompute(value: Any, validate: Any) -> Any:
     try:
-        return validate(value)
+        found = validate(value)
     except ValidationError:  # which speaks of each kind of value by itself
         wanted = "none, full, a number of layers, or a list of mlp, moe, layernorm, core_attn"
         raise ValueError(f"must be {wanted}") from None
+    if isinstance(found, tuple) and len(set(found)) < len(found):
+        raise ValueError("must name each part once")
+    return found
 
 
 Modules = Annotated[tuple[Literal["mlp", "moe", "layernorm", "core_attn"], ...], Field(strict=False, min_length=1)]
@@ -130,6 +133,11 @@ class ActorConfig:
     """What backward computes again instead of keeping it. `full`: every layer. A number: the first so many of each
     pipeline stage, with virtual stages of each of these. A list: parts of every layer: `mlp`, `moe` (the experts),
     `layernorm` (the one before experts, with TransformerEngine), `core_attn` (saves nothing with TransformerEngine)."""
+
+    overlap: bool | None = None
+    """Communicate while computing: sum gradients in backward, gather the distributed optimizer's weights in forward
+    (not with adapters), pass on virtual stages' outputs. Not tensor parallelism: TransformerEngine's userbuffers need
+    one shape. None: on CUDA; virtual stages everywhere."""
 
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 format of matrix products inside the layers, by TransformerEngine on CUDA. `hybrid`: E4M3 forward, E5M2

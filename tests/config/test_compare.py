@@ -44,7 +44,8 @@ UNRELATED = """
     reward.environment_workers reward.code_reads
     reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
     evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.device actor.micro_batch_tokens
-    actor.recompute actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob actor.threads
+    actor.recompute actor.overlap actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob
+    actor.threads
 """
 SECTIONS = (
     "data.",

@@ -23,6 +23,11 @@ def test_all_else_is_refused_in_one_line(given):
     assert "must be none, full, a number of layers, or a list of mlp, moe, layernorm, core_attn" in str(refused.value)
 
 
+def test_a_part_that_is_named_twice_is_refused():
+    with pytest.raises(ConfigError, match=r"actor\.recompute = \['mlp', 'mlp'\]: must name each part once"):
+        load_config(CONFIG, ["actor.recompute=[mlp, mlp]"])
+
+
 def test_a_run_that_stored_the_earlier_word_can_be_read(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.read_text().replace("actor:\n", "actor:\n  recompute: selective\n", 1))

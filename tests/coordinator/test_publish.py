@@ -115,6 +115,39 @@ class Built(Exception):
     """Instead of an actor."""
 
 
+def environment_of_an_actor(
+    patch: pytest.MonkeyPatch, names: tuple[str, ...], users: dict[str, str], *, sync: str, device: str, mode: str
+) -> tuple[str | None, ...]:
+    """The variables `names` where a rank builds its actor; `users`: those that somebody had set."""
+    found: list[tuple] = []
+
+    def actor(*_: object, **__: object) -> None:
+        found.append(tuple(os.environ.get(name) for name in names))
+        raise Built
+
+    for name in (*names, "PYTORCH_ALLOC_CONF"):
+        patch.setenv(name, users.get(name, ""))  # what the rank sets goes with the test
+        if name not in users:
+            patch.delenv(name)
+    module = ModuleType("megatron_dapo.actor.actor")
+    module.MegatronActor = actor  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(TrainerRank, "_log_to_file", lambda _: None)
+    rank = TrainerRank.__new__(TrainerRank)
+    layout = SimpleNamespace(world_size=1)
+    config = SimpleNamespace(
+        rollout=RolloutConfig(weight_sync=sync),
+        actor=SimpleNamespace(layout=layout, device=device),
+        model=None,
+        algorithm=SimpleNamespace(mini_batches_per_step=1, kl=SimpleNamespace(coefficient=0.0)),
+        run=SimpleNamespace(seed=1, mode=mode),
+    )
+    with pytest.raises(Built):
+        rank.build(config, 0, "file:///nowhere", 1.0)  # type: ignore[arg-type]
+    [seen] = found
+    return seen
+
+
 @pytest.mark.parametrize(
     ("sync", "device", "mode", "users", "wanted"),
     [
@@ -130,29 +163,21 @@ def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_u
     monkeypatch: pytest.MonkeyPatch, sync: str, device: str, mode: str, users: dict, wanted: tuple
 ) -> None:
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ENABLE_MONITORING")
-    found: list[tuple] = []
+    assert environment_of_an_actor(monkeypatch, names, users, sync=sync, device=device, mode=mode) == wanted
 
-    def actor(*_: object, **__: object) -> None:
-        found.append(tuple(os.environ.get(name) for name in names))
-        raise Built
 
-    for name in names:
-        monkeypatch.setenv(name, users.get(name, ""))  # what the rank sets goes with the test
-        if name not in users:
-            monkeypatch.delenv(name)
-    module = ModuleType("megatron_dapo.actor.actor")
-    module.MegatronActor = actor  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(TrainerRank, "_log_to_file", lambda _: None)
-    rank = TrainerRank.__new__(TrainerRank)
-    layout = SimpleNamespace(world_size=1)
-    config = SimpleNamespace(
-        rollout=RolloutConfig(weight_sync=sync),
-        actor=SimpleNamespace(layout=layout, device=device),
-        model=None,
-        algorithm=SimpleNamespace(mini_batches_per_step=1, kl=SimpleNamespace(coefficient=0.0)),
-        run=SimpleNamespace(seed=1, mode=mode),
-    )
-    with pytest.raises(Built):
-        rank.build(config, 0, "file:///nowhere", 1.0)  # type: ignore[arg-type]
-    assert found == [wanted]
+@pytest.mark.parametrize(
+    ("mode", "users", "wanted"),
+    [
+        ("sync", {}, ("expandable_segments:True", None)),
+        ("async", {}, ("expandable_segments:True", None)),
+        ("colocated", {}, (None, None)),
+        ("sync", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, ("max_split_size_mb:512", None)),
+        ("sync", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, (None, "max_split_size_mb:512")),
+    ],
+)
+def test_a_rank_with_a_gpu_to_itself_has_memory_in_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, mode: str, users: dict, wanted: tuple
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    assert environment_of_an_actor(monkeypatch, names, users, sync="disk", device="cuda", mode=mode) == wanted

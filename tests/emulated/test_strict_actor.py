@@ -95,8 +95,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
         note(name, None if result is None else {name: value.numpy() for name, value in result[1].items()})
 
     def update(name: str) -> None:
-        (report,) = actor.update([batch], PolicyObjective(), TEMPERATURE)
-        note(name, np.array([report.loss, report.grad_norm]))
+        # Two steps: only the second gathers weights while its forward runs.
+        reports = actor.update([batch, batch], PolicyObjective(), TEMPERATURE)
+        note(name, np.array([[report.loss, report.grad_norm] for report in reports]))
 
     log_probs("log-probs")
     gradient("gradient")
@@ -197,6 +198,7 @@ SLOW_LAYOUTS = [
     pytest.param({"tensor": 2, "pipeline": 2}, DISTRIBUTED, id="tensor and pipeline"),
     pytest.param(TENSOR | {"pipeline": 2}, {}, id="tensor and pipeline, plain optimizer"),
     pytest.param({"data": 2, "pipeline": 2}, DISTRIBUTED, id="data and pipeline"),
+    pytest.param({"data": 2, "pipeline": 2, "virtual_pipeline": 2}, DISTRIBUTED, id="data and virtual pipeline"),
     pytest.param({"data": 2, "pipeline": 2}, {}, id="data and pipeline, plain optimizer"),
 ]
 

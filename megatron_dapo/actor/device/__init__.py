@@ -53,7 +53,8 @@ class DeviceChoice:
     TransformerEngine's do, without adapters; else they are rounded to the weights' type before."""
 
     overlap_grad_reduce: bool = False
-    """Gradients are summed over ranks while backward still runs."""
+    """Gradients are summed over ranks while backward still runs; and the distributed optimizer's weights are gathered
+    while the next forward runs."""
 
     kernels: Mapping[str, str] = field(default_factory=dict)
     """For each part of the work what does it, and in brackets why: {"norm": "RMSNorm in PyTorch (no CUDA ...)"}."""
@@ -133,6 +134,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         raise ValueError("actor.device = cuda: no CUDA device is visible to this process; use auto or cpu")
     index = None if config.device == "cpu" else found.index
     cuda = index is not None
+    overlaps = cuda if config.overlap is None else config.overlap
     why_not = None  # TransformerEngine's layers are used
     if not cuda:
         why_not = NO_CUDA
@@ -158,12 +160,14 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         fused_adam=cuda and found.fused_adam is not None,
         # The gradient of a weight with an adapter is not kept, and an adapter's comes from it, in no order.
         gradient_accumulation=cuda and found.gradient_accumulation and config.lora.rank == 0,
-        overlap_grad_reduce=cuda and config.layout.data * config.layout.context > 1 and config.lora.rank == 0,
-        kernels=_kernels(config, dtype, found, why_not, cuda=cuda),
+        overlap_grad_reduce=overlaps and config.layout.data * config.layout.context > 1 and config.lora.rank == 0,
+        kernels=_kernels(config, dtype, found, why_not, cuda=cuda, overlaps=overlaps),
     )
 
 
-def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool) -> dict[str, str]:
+def _kernels(
+    config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool, overlaps: bool
+) -> dict[str, str]:
     ranks = config.layout.data * config.layout.context
     engine, fused, lora = why_not is None, cuda and found.fused_adam, config.lora.rank > 0
     accumulates = cuda and found.gradient_accumulation and not lora
@@ -179,13 +183,17 @@ def _kernels(config: ActorConfig, dtype: Dtype, found: Found, why_not: str | Non
     apex = f"actor.lora.rank = {config.lora.rank}" if lora else apex
     adam = f"FusedAdam of {fused}" if fused else "AdamW of this package in FusedAdam's state layout"
     others = "neither TransformerEngine nor Apex is importable" if cuda else "the fused ones need CUDA"
-    reduction = f"during backward ({ranks} data- and context-parallel ranks over NCCL)"
+    reduction = f"during backward ({ranks} data- and context-parallel ranks over {'NCCL' if cuda else 'gloo'})"
+    if config.optimizer.distributed:
+        reduction += ", weights are gathered during the next forward"
     if ranks == 1:
         reduction = "after backward (there is one data-parallel rank)"
     elif lora:
         reduction = "after backward (adapters are small)"
-    elif not cuda:
-        reduction = "after backward (over gloo it would take backward's cores)"
+    elif not overlaps:
+        reduction = "after backward (" + (
+            "actor.overlap = false)" if cuda else "over gloo it would take backward's cores)"
+        )
     return {
         "attention": f"{attention} ({because})",
         "norm": f"{norm} ({because})",

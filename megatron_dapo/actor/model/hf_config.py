@@ -185,6 +185,11 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
             f"actor.routing_replay = true: the model has {experts} experts, and it needs 1 to {MOST_REPLAYED}; set it "
             "to false"
         )
+    layers = hf.num_layers // (actor.layout.pipeline * (actor.layout.virtual_pipeline or 1))
+    if isinstance(actor.recompute, int) and actor.recompute > layers:
+        raise ConfigError(
+            f"actor.recompute = {actor.recompute}: a chunk of a pipeline stage has {layers} layers; set it to full"
+        )
     parts = actor.recompute if isinstance(actor.recompute, tuple) else ()
     other, kind = ("moe", "no experts") if hf.experts is None else ("mlp", "experts in place of each mlp")
     if other in parts:

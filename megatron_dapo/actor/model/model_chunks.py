@@ -127,7 +127,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
         # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
-        overlap_p2p_comm=layout.virtual_pipeline is not None,
+        overlap_p2p_comm=layout.virtual_pipeline is not None and actor.overlap is not False,
         batch_p2p_comm=layout.virtual_pipeline is None,
         **_expert_settings(hf, layout, device),
         **_recompute_settings(actor.recompute, device),

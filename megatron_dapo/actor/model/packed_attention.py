@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_dapo.actor.packing import zigzag_positions
+from megatron_dapo.actor.packing import round_up, zigzag_positions
 
 # A bucket holds sequences of at least this share of its longest, or at most this many tokens shorter: below that a
 # call's overhead costs more than the padding.
@@ -37,6 +37,10 @@ BUCKET_SLACK_TOKENS = 32
 # and padding 30 tokens of 8 heads of 64 into a bucket and back: measured, one by one is faster from there on. On CUDA a
 # call launches several small kernels, so that buckets pay for much longer ones.
 BUCKET_LONGEST = {"cpu": 32, "cuda": 4096}
+
+LENGTH_STEP = 1024
+"""The longest sequence is rounded up to it, in tokens: by that number Megatron looks for rotary angles that it has, and
+keeps 32 of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +101,7 @@ class PackedSequences(PackedSeqParams):
     def __post_init__(self) -> None:
         ends = torch.tensor([0, *self.padded_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
         self.qkv_format, self.cu_seqlens_q, self.cu_seqlens_kv = "thd", ends, ends
-        self.max_seqlen_q = self.max_seqlen_kv = max(self.padded_lengths)
+        self.max_seqlen_q = self.max_seqlen_kv = round_up(max(self.padded_lengths), LENGTH_STEP)
 
     @cached_property
     def plan(self) -> AttentionPlan:

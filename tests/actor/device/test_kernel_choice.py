@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.actor.device import DeviceChoice, Found, choose, prepare_for
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.tiny import save_tiny
 
@@ -56,7 +56,7 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool],
         {"device": "cuda", "data": 2},
         H100 | TE,
         (True, True, False, True),
-        ["during backward (2 data"],
+        ["during backward (2 data", "over NCCL), weights are gathered during the next forward"],
     ),
     (
         {"device": "cuda", "data": 2, "lora": LoraConfig(rank=8)},
@@ -64,6 +64,19 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool],
         (True, True, False, False),
         ["an addition after the matrix product (actor.lora.rank = 8)", "after backward (adapters are small)"],
     ),
+    (
+        {"device": "cuda", "data": 2, "overlap": False},
+        H100,
+        (False, False, False, False),
+        ["gradient reduction: after backward (actor.overlap = false)"],
+    ),
+    (
+        {"device": "cpu", "data": 2, "overlap": True, "optimizer": OptimizerConfig(distributed=False)},
+        {},
+        (False, False, False, True),
+        ["gradient reduction: during backward (2 data- and context-parallel ranks over gloo)"],
+    ),
+    ({"device": "cpu", "overlap": True}, {}, (False, False, False, False), ["one data-parallel rank"]),
     ({"device": "cuda", "data": 1}, H100, (False, False, False, False), ["one data-parallel rank"]),
     (
         {"device": "cuda", "fp8": "hybrid"},

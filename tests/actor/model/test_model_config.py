@@ -181,9 +181,14 @@ def test_experts_in_fp8_are_refused(load):
         check_actor(load(**EXPERTS), ActorConfig(fp8="hybrid"))
 
 
+VIRTUAL = LayoutConfig(pipeline=2, virtual_pipeline=2)
+
+
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
+        ({}, {"recompute": 5}, "actor.recompute = 5: a chunk of a pipeline stage has 4 layers; set it to full"),
+        ({}, {"recompute": 2, "layout": VIRTUAL}, "actor.recompute = 2: a chunk of a pipeline stage has 1 layers"),
         ({}, {"recompute": ["moe"]}, "moe: the model has no experts"),
         ({}, {"recompute": ["mlp", "layernorm"]}, "layernorm: only the one before experts"),
         (EXPERTS, {"recompute": ["mlp", "layernorm"]}, "mlp: the model has experts in place of each mlp"),
@@ -194,6 +199,11 @@ def test_experts_in_fp8_are_refused(load):
 def test_parts_that_cannot_be_recomputed_are_refused(load, model, fields, words):
     with pytest.raises(ConfigError, match=words):
         check_actor(load(**model), ActorConfig(**fields))
+
+
+def test_as_many_layers_as_a_stage_has_can_be_recomputed(load):
+    check_actor(load(), ActorConfig(recompute=4))
+    check_actor(load(), ActorConfig(recompute=1, layout=VIRTUAL))
 
 
 def test_the_dense_size_of_a_model_of_experts_means_nothing(load):

@@ -11,6 +11,8 @@ from megatron_dapo.actor.device import prepare
 
 prepare("cpu")
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+
 from megatron_dapo.actor.model import packed_attention as sequences  # noqa: E402
 from megatron_dapo.actor.model.packed_attention import PackedAttention, PackedSequences, Rotary  # noqa: E402
 from tests.actor.stream_layout import local_rows, padded_lengths  # noqa: E402
@@ -120,3 +122,19 @@ def test_a_mask_or_foreign_packing_is_refused():
     x = torch.zeros(4, 2, 8)
     with pytest.raises(ValueError, match="PackedSequences"):
         attention(2, 2, 8)(x, x, x, packed_seq_params=PackedSeqParams(qkv_format="thd"))
+
+
+def test_megatron_finds_the_rotary_angles_of_an_earlier_micro_batch():
+    """Where TransformerEngine's layers are: it keeps them by the length of the longest sequence."""
+    embedding = RotaryEmbedding(16, rotary_percent=1.0, use_cpu_initialization=True)
+
+    def angles(*lengths: int) -> torch.Tensor:
+        packed = PackedSequences(padded_lengths=lengths, device=torch.device("cpu"))
+        length = embedding.get_rotary_seq_len(None, None, None, None, packed)
+        return embedding(length, packed_seq=True)
+
+    first = angles(3, 900)
+    assert len(first) >= 900
+    assert angles(517, 17) is first
+    assert angles(1024) is first
+    assert len(angles(1025)) >= 1025
