@@ -4,7 +4,7 @@
 #   TORCH_INDEX  PyTorch's CPU index, where the CUDA build (several GB) would be fetched otherwise:
 #                https://download.pytorch.org/whl/cpu
 #   WITHOUT_TE   1: install-gpu leaves TransformerEngine out (no context parallelism, no FP8)
-#   MAX_JOBS     compilers at a time while install-gpu builds TransformerEngine (one a core, as memory allows)
+#   MAX_JOBS     compilers at a time while install-gpu builds TransformerEngine (one a core)
 #   ARGS         added to the command: ARGS="-k overlong -x" make test; ARGS="-n 0 --pdb" one test after the other
 #   SYMBOLIC_VENV  environment with CUDA wheels for `make test-symbolic` (.venv-symbolic, made where it is missing)
 #   SYMBOLIC_PAGE  page that `make test-symbolic` writes its tables to (none)
@@ -23,6 +23,9 @@ INSTALLER = $(or $(PYTHON),$(shell test -x "$(BIN)/python" && echo "$(BIN)/pytho
 
 # With it set, every start of every process compiles its imports anew: three times as slow.
 unexport PYTHONDONTWRITEBYTECODE
+ifdef TORCH_INDEX
+export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX) $(PIP_EXTRA_INDEX_URL)
+endif
 # Python's buffering would hide progress in a log.
 export PYTHONUNBUFFERED = 1
 export SYMBOLIC_PAGE

@@ -5,6 +5,7 @@ rows are taken, far less work than the tokenizer's own `decode`, and the same te
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +16,6 @@ import numpy as np
 import pyarrow
 
 from megatron_dapo.data.hub import model_hint
-
-PROBE = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
-"""Digits, two spaces and a line break: where a tokenizer that was loaded as the wrong class shows it."""
 
 
 class TokenizerError(ValueError):
@@ -71,8 +69,7 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
             agree where it is empty; None: whatever any of them names ends a response.
 
     Raises:
-        TokenizerError: no model folder, no end token, end tokens that contradict each other, or AutoTokenizer reads
-            tokenizer.json as something else.
+        TokenizerError: no model folder, no tokenizer, no end token, or end tokens that contradict each other.
     """
     folder = Path(folder)
     vocab_size = read_json(folder / "config.json").get("vocab_size")
@@ -91,37 +88,17 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """As AutoTokenizer loads it, whose import takes more than a second longer than that of the class which a file may
-    name."""
-    file = folder / "tokenizer_config.json"
+    """tokenizer.json as it stands. AutoTokenizer, for a folder without one, takes a second longer to import, and may
+    build another tokenizer than the file holds: it picks the class by the model's type."""
     try:
-        if file.is_file() and read_json(file).get("tokenizer_class") == "PreTrainedTokenizerFast":
+        if (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
-        tokenizer = Loader.from_pretrained(str(folder), local_files_only=True)
-    except TokenizerError:
-        raise
+        # With the length that the folder names, it warns of errors that no server makes.
+        return Loader.from_pretrained(str(folder), local_files_only=True, model_max_length=sys.maxsize)
     except Exception as error:  # the libraries raise anything for a damaged file, bare Exception too
         raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error!r})") from None
-    _check_class(folder, tokenizer)
-    return tokenizer
-
-
-def _check_class(folder: Path, tokenizer: Any) -> None:
-    """transformers picks the class by the model type and may silently build another tokenizer than the file holds."""
-    if not (folder / "tokenizer.json").is_file():
-        return
-    from tokenizers import Tokenizer
-
-    told = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROBE, add_special_tokens=False).ids
-    got = tokenizer.encode(PROBE, add_special_tokens=False)
-    if told != got:
-        raise TokenizerError(
-            f"model.path = {folder}: AutoTokenizer built {type(tokenizer).__name__}, which splits text otherwise than "
-            'tokenizer.json; set "tokenizer_class": "PreTrainedTokenizerFast" and '
-            '"auto_map": {"AutoTokenizer": [null, null]} in tokenizer_config.json'
-        )
 
 
 def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple[int, ...]:

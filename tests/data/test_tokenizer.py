@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
@@ -25,7 +26,7 @@ def folder(tmp_path):
         ("tokenizer.json", "", "cannot be loaded"),
         ("tokenizer.json", "{}", "cannot be loaded"),
         ("tokenizer.json", '{"version": ', "cannot be loaded"),
-        ("tokenizer_config.json", "[]", "expected a JSON object"),
+        ("tokenizer_config.json", "[]", "cannot be loaded"),
         ("generation_config.json", "{", "no JSON"),
         ("generation_config.json", '{"eos_token_id": "end"}', "eos_token_id"),
         ("generation_config.json", '{"eos_token_id": [1, "end"]}', "eos_token_id"),
@@ -73,6 +74,25 @@ def test_its_chat_template_is_the_one_that_auto_finds(folder, template) -> None:
     for prompt in (True, False):
         rendered = light.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
         assert rendered == full.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+
+
+def test_whatever_class_the_folder_names_text_is_split_as_tokenizer_json_says(folder) -> None:
+    for name, change in {
+        "config.json": {"model_type": "qwen2"},
+        "tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"},
+    }.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    text = "Tom has 12 pens .  3 + 4 = 7 ; Answer: 19\n"
+    told = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    assert AutoTokenizer.from_pretrained(str(folder)).encode(text, add_special_tokens=False) != told
+    assert load_text_tools(folder).tokenizer.encode(text, add_special_tokens=False) == told
+
+
+def test_a_long_text_is_no_reason_to_warn(folder, caplog) -> None:
+    tokenizer = load_text_tools(folder).tokenizer
+    limit = json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"]
+    assert len(tokenizer.encode("3 " * 500)) > limit
+    assert not caplog.records
 
 
 def test_a_template_may_refuse_a_chat(folder) -> None:

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
-from tests.actor.gloo import ROOT
+from tests.actor.gloo import ROOT, ForkedRanks
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Not the one that other files share: most calls here end its processes."""
-    with RankPool() as pool:
+    """Not the one that other files share: most calls here end its processes, and forks start in no time."""
+    with ForkedRanks() as pool:
         yield pool
 
 

@@ -77,7 +77,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("MAX_JOBS", "3")
-    monkeypatch.setattr("tools.install.installer.shutil.which", lambda *_, **__: None)  # no uv
     monkeypatch.setattr(installer, "GPU_PYTHON", f"{sys.version_info[0]}.{sys.version_info[1]}")
     monkeypatch.setattr(engine, "missing_tools", list)
     names = {"IMPORTED": ("torch",), "SHOWN": ("torch",), "KERNELS": ("kernel",)}
@@ -97,7 +96,7 @@ def test_the_extension_is_built_once_against_the_installed_torch_and_headers(pla
     assert f"'CUDA_HOME': '{place.site}/nvidia/cu13'" in built
     assert "'NVTE_BUILD_USE_NVIDIA_WHEELS': '1', 'NVTE_PYTORCH_FORCE_BUILD': 'TRUE', 'MAX_JOBS': '3'" in built
     output = capfd.readouterr().out
-    assert "transformer-engine 2.19.0; this machine has no GPU driver, so a GPU node must still import kernel" in output
+    assert "this machine has no GPU driver, so a GPU node must still import:\n  kernel: ImportError" in output
 
     # What asks for `make install` (make test, make train) leaves an environment for GPUs as it is.
     install(place, gpu=False)
@@ -105,7 +104,7 @@ def test_the_extension_is_built_once_against_the_installed_torch_and_headers(pla
     assert json.loads((place.venv / STAMP).read_text())["gpu"]
 
     install(place, with_engine=False)
-    assert "FP8 are lost" in capfd.readouterr().out
+    assert "Python or kind" in capfd.readouterr().out
     assert not {name for name in installed(place.site) if name.startswith("transformer-engine")}
 
     # The wheel of the first build is taken: neither source nor compiler are there any more.
@@ -130,7 +129,7 @@ def test_a_build_that_fails_is_told_in_the_compilers_words_and_a_built_wheel_nee
     packages = place.root.parent / "packages"
     source = {"pyproject.toml": BUILD.format("backend"), "backend.py": FAILING}
     write_source(packages, "transformer-engine-torch", "2.19.0", source)
-    with pytest.raises(InstallError, match=r"pip wheel.* ended with status"):
+    with pytest.raises(InstallError, match=r"pip wheel.* failed, see above"):
         install(place)
     said = capfd.readouterr()
     assert "MAX_JOBS=1 make install-gpu" in said.out
@@ -147,7 +146,7 @@ def test_a_build_that_fails_is_told_in_the_compilers_words_and_a_built_wheel_nee
     write_wheel(packages, "torch", "2.11.0+cpu", {"torch.py": ""})
     shutil.rmtree(place.site / "torch-2.11.0.dist-info")
     (place.venv / STAMP).write_text(json.dumps(place.made_from))
-    with pytest.raises(InstallError, match=r"torch-2\.11\.0\+cpu is a CPU build.*pip config list"):
+    with pytest.raises(InstallError, match=r"torch is a CPU build.*pip config list"):
         install(place)
 
 
@@ -175,19 +174,19 @@ def test_the_build_asks_for_a_compiler_and_pythons_headers(tmp_path, monkeypatch
         ("libcuda.so.1: undefined symbol: cuGetError", True),  # the driver is there
     ],
 )
-def test_a_broken_kernel_is_told_from_a_machine_without_a_driver(error, failed, tmp_path, monkeypatch):
+def test_a_broken_kernel_is_told_from_a_machine_without_a_driver(error, failed, tmp_path, monkeypatch, capsys):
     (tmp_path / "fake_kernel.py").write_text(f"raise ImportError({error!r})")
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in {"IMPORTED": ("json",), "SHOWN": (), "KERNELS": ("fake_kernel",), "GPU_SHOWN": ()}.items():
         monkeypatch.setattr(import_check, name, value)
-    broken, words = import_check.check(gpu=True, engine=False)
-    assert broken == ([f"fake_kernel: ImportError: {error}"] if failed else [])
-    assert ("a GPU node must still import fake_kernel" in words) is not failed
+    assert import_check.main(["gpu"]) == failed
+    title = "these packages do not work" if failed else "a GPU node must still import"
+    assert f"{title}:\n  fake_kernel: ImportError: {error}\n" in capsys.readouterr().out
 
 
 def test_another_python_is_refused_with_the_command(place, monkeypatch):
     monkeypatch.setattr(installer, "GPU_PYTHON", "3.99")
-    with pytest.raises(InstallError, match=r"locked for Python 3\.99.*PYTHON=python3\.99 make install-gpu"):
+    with pytest.raises(InstallError, match=r"another Python: PYTHON=python3\.99 make install-gpu"):
         install(place)
 
 

@@ -17,7 +17,9 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
     record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(Path(folder) / f"{stem}-py3-none-any.whl", "w") as wheel:
         for path, text in (files | {f"{info}/RECORD": record}).items():
-            wheel.writestr(path, text)
+            member = zipfile.ZipInfo(path)
+            member.external_attr = (0o100755 if ".data/scripts/" in path else 0o100644) << 16
+            wheel.writestr(member, text)
     return f"{stem}-py3-none-any.whl"
 
 

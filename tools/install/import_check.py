@@ -6,7 +6,6 @@ Prints the versions and what only a GPU node can import; with exit status 1, wha
 import importlib
 import importlib.metadata
 import sys
-import warnings
 
 # torch first: some kernels find their libraries only where torch has loaded them.
 IMPORTED = (
@@ -25,33 +24,29 @@ NO_DRIVER = "libcuda.so.1: cannot open shared object file"
 """What the loader says where the driver's library is not there: only a machine with a GPU has it."""
 
 
-def check(*, gpu: bool, engine: bool) -> tuple[list[str], str]:
-    """Lines of what fails and why, and in words the versions and what cannot be tried without a driver."""
+def main(arguments: list[str]) -> int:
+    """Exit status 1: something fails."""
+    gpu, engine = "gpu" in arguments, "engine" in arguments
     # TransformerEngine before megatron.core, which imports it and fails with it.
-    of_gpu = [*([ENGINE] if engine else []), *KERNELS] if gpu else []
-    shown = [*SHOWN, *(GPU_SHOWN if gpu else ()), *(["transformer-engine"] if gpu and engine else [])]
-    failed, untried = [], []
+    of_gpu = (*((ENGINE,) if engine else ()), *KERNELS) if gpu else ()
+    failed: list[str] = []
+    untried: list[str] = []
     for name in (IMPORTED[0], *of_gpu, *IMPORTED[1:]):
         try:
             importlib.import_module(name)
         except BaseException as error:
             # A module that asks for the driver where there is none is neither broken nor proven.
-            if NO_DRIVER in str(error):
-                untried.append(name)
-            else:
-                failed.append(f"{name}: {type(error).__name__}: {error}")
-    words = "" if failed else ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown)
+            found = untried if NO_DRIVER in str(error) else failed
+            found.append(f"{name}: {type(error).__name__}: {error}")
+    if failed:
+        print("these packages do not work:", *failed, sep="\n  ")
+        print(f"`make clean-venv install{'-gpu' if gpu else ''}` makes the environment anew")
+        return 1
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in (*SHOWN, *(GPU_SHOWN if gpu else ())))
+    print(f"Python {sys.version.split()[0]}", *versions, sep=", ")
     if untried:
-        words += f"; this machine has no GPU driver, so a GPU node must still import {', '.join(untried)}"
-    return failed, words
-
-
-def main(arguments: list[str]) -> int:
-    """Exit status 1: something fails."""
-    warnings.simplefilter("ignore")
-    failed, words = check(gpu="gpu" in arguments, engine="engine" in arguments)
-    print("\n  ".join(["these packages do not work:", *failed]) if failed else words)
-    return bool(failed)
+        print("this machine has no GPU driver, so a GPU node must still import:", *untried, sep="\n  ")
+    return 0
 
 
 if __name__ == "__main__":

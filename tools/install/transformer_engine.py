@@ -6,7 +6,6 @@ found (PIP_FIND_LINKS=folder); what was built is kept below `wheels/` in the env
 """
 
 import os
-import re
 import shlex
 import shutil
 import sysconfig
@@ -18,12 +17,9 @@ PACKAGES = (EXTENSION, "transformer-engine-cu13", "transformer-engine")
 LOST = "actor.layout.context above 1 and FP8 are lost, and training is slower"
 REFUSAL = f"""TransformerEngine's torch extension must be built, and for that this machine lacks:
   {{}}
-Or give a folder that holds a built wheel (another machine's .venv/wheels/torch-*):
-  PIP_FIND_LINKS=folder make install-gpu
-Or do without it ({LOST}):
-  WITHOUT_TE=1 make install-gpu"""
+Name a folder with a built wheel (another machine's .venv/wheels/torch-*): PIP_FIND_LINKS=folder make install-gpu
+Or do without it ({LOST}): WITHOUT_TE=1 make install-gpu"""
 """What to say before a build that would lack something."""
-BYTES_A_JOB = 2e9
 
 
 def missing_tools() -> list[str]:
@@ -40,13 +36,10 @@ def missing_tools() -> list[str]:
 
 def build_variables(python: str, site: Path) -> dict[str, str]:
     """Environment variables of the build."""
-    free = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    jobs = min(len(os.sched_getaffinity(0)), int(1000 * int(free[0]) / BYTES_A_JOB))
     return {
         "CUDA_HOME": str(site / "nvidia" / "cu13"),
         "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
         # Otherwise it first looks for a wheel on a host that is no package index, and waits where that is unreachable.
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
-        "MAX_JOBS": os.environ.get("MAX_JOBS") or str(max(1, jobs)),
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # for ninja
     }
