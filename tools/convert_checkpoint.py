@@ -9,7 +9,8 @@ is written aside and renamed.
 `to-megatron` writes the model without an optimizer. A checkpoint has no pipeline in it and loads at any layout, uneven
 splits of the layers too; --tensor pads the vocabulary and cuts the tensors so that each of that many tensor-parallel
 ranks reads only its own. `to-hf` takes the model part of a run's checkpoint (its `step_N` folder) or of a converted
-one, after comparing every file with the manifest.
+one, after comparing every file with the manifest. LoRA adapters are merged into the model that they were trained on,
+and also written for PEFT, to `adapter`.
 
 Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or partial, an option is, or the disk is full;
 130: interrupted. Whatever fails leaves a target that was there as it was.
@@ -87,10 +88,12 @@ def convert(options: argparse.Namespace, pool: RankPool) -> "torch.dtype":
     """The conversion; the type of the weights written."""
     import torch
 
-    from tools.conversion.directions import actor_folder, base_of, layout_for, to_hf, to_megatron
+    from tools.conversion.directions import actor_folder, adapters_in, base_of, layout_for, to_hf, to_megatron
 
     there = options.command == "to-megatron"
     if options.verify:  # before the hours of a conversion
+        if not there and adapters_in(actor_folder(options.source)):
+            raise ConfigError(f"{options.source}: --verify compares no LoRA adapters; leave it out")
         config = options.source if there else options.base or base_of(actor_folder(options.source))
         hf = HFModelConfig.load(config)
         check_layout(hf, layout_for(hf, options.tensor, options.pipeline))
@@ -152,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_folder_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--base", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
+    command.add_argument("--base", type=Path, help="the model that was trained (default: the run's model.path)")
     command.add_argument("--max-file-gb", type=positive, default=5.0, help="largest safetensors file, 1e9 bytes")
 
 

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     second.add_argument("--max-tokens", type=positive_count, default=8192, help="of one reply")
     for command in (first, second):
-        command.add_argument("files", type=Path, nargs="+", help=".jsonl or .parquet")
+        command.add_argument("files", type=Path, nargs="+", help=".csv, .json, .jsonl or .parquet")
         command.add_argument("--out", type=Path, required=True, help="folder")
         command.add_argument("--schema", choices=list(SCHEMAS), default="columns")
         for key in ("prompt-key", "answer-key", "answer-after", "source-key"):

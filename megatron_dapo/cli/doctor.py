@@ -39,7 +39,7 @@ def doctor(
     try:
         facts = Facts(with_local_paths(load_config(config, overrides or []))) if config else facts
     except ConfigError as error:
-        show("config", *failed(str(error), FIX["config"]))
+        show("config", *failed(str(error)))
     for name, finding in config_checks.examine(facts):
         show(name, *finding)
     if dry_run and facts.elsewhere:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config import load_config
 
 
 def slurm(
@@ -27,14 +27,14 @@ def slurm(
 ) -> None:
     """Write the Slurm script of a run: Ray over all nodes, saving at the time limit, requeued until done."""
     from megatron_dapo.slurm.forecast import warning_and_notes
-    from megatron_dapo.slurm.script import SlurmOptions, batch_script, not_seen
+    from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen
 
     options = SlurmOptions(
         gpus_per_node=gpus_per_node,
         cpus_per_node=cpus_per_node,
         nodes=nodes,
         time=time,
-        sbatch=tuple(sbatch or ()),
+        sbatch=tuple(one if one.startswith("-") else f"--{one}" for one in sbatch or ()),
         container=container,
         mounts=mounts,
         setup=tuple(setup or ()),
@@ -42,16 +42,13 @@ def slurm(
     )
     words = overrides or []
     loaded = load_config(config, words)
-    warn, notes = warning_and_notes(loaded, warn, gpus=gpus_per_node > 0)
+    warn, notes = warning_and_notes(loaded, warn, limit_s(time), gpus=gpus_per_node > 0)
     text = batch_script(config, words, loaded, options, warn)
     for note in (*notes, *not_seen(loaded)):
         print(f"note: {note}", file=sys.stderr)
     (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
-    if out is None:
-        print(text, end="")
-        return
-    try:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}; name another place") from None
-    print(f"sbatch {out}")
+        text = f"sbatch {out}\n"
+    print(text, end="")

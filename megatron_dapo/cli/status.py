@@ -153,11 +153,10 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     job = "" if state.alive or state.text.startswith("finished") else _job_log(log)
     going = bool(job) and _may_go_on(log)
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
-    shown = state.text.replace("died without an error message", ended)
+    shown = state.text.replace("died without an error message", ended) + ("; Slurm may start it again" if going else "")
     named: dict[str, Any] = {"run": run, "beat": beat, "alive": state.alive, "alarms": alarms}
-    named |= {"file": FILE, "now": time.time()}
+    named |= {"file": FILE, "now": time.time(), "progress": _progress(run, beat, checkpoint)}
     named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()]}
-    named["progress"] = _progress(run, beat, checkpoint)
     text = text_page("megatron_dapo.cli", "status.txt.j2", local=_local_time, **named)
     if clear:  # everything is there at once
         screen.clear()

@@ -129,7 +129,7 @@ def save_on_signals(stop: "asyncio.Future[None]", task: "asyncio.Task[Any]", con
             return
         saved = "what was trained is saved first, a second signal ends at once"
         if number is signal.SIGTERM and "SLURM_JOB_ID" in os.environ:
-            saved = "scancel leaves no time to save: the file `stop` in the run directory stops a job saved"
+            saved = "Slurm leaves no time to save: the file `stop` in the run directory stops a job saved"
         console.note(f"{number.name}: stopping; {saved}")
         stop.set_result(None)
 

@@ -43,6 +43,8 @@ class Heartbeat:
     progress: dict[str, Count] = field(default_factory=dict)
     """How far the run is, and those waits of which that is known: {"run": {"done": 3, "total": 12, "unit":
     "rollout steps", "figures": {"time_left_s": 41.2}}, "trainer update": {"done": 5, "total": 16, ...}}."""
+    note: str = ""
+    """The newest line that the run printed besides its steps: "server http://... is down: ...; restarting it"."""
     error: str | None = None
     """The last error, also of an earlier start of the same run."""
     error_at: float | None = None
@@ -120,6 +122,7 @@ def _show(folder: Path, waits: Waits, beat: Heartbeat, console: Console) -> None
     counts = dict(console.run)
     with suppress(Exception):  # the sign of life matters more than how far a work is
         counts |= waits.counts()
+    beat.note = console.noted
     _write(folder, beat, waits.lines(), counts)
     with suppress(OSError, ValueError):  # what the run itself prints says that its output cannot be written
         console.working(beat.progress)

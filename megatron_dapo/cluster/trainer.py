@@ -264,5 +264,5 @@ def _errors(answers: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException
 
 def _in_words(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
-        return f"its process ended: {' '.join(str(error).split())[:400]}"
+        return f"its process ended: {' '.join(str(error).split()).partition(' Some common causes')[0]}"
     return f"{type(error).__name__}: {error}"

@@ -80,7 +80,9 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
         if taken := TAKEN_NAMES.intersection(loss.stat_names):
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"algorithm.policy_loss = {name} with loss_options {options}: {error}") from None
+        raise ConfigError(
+            f"algorithm.policy_loss = {name}, a class made with loss_options {options}: {error}"
+        ) from None
     return PolicyObjective(
         loss=loss,
         kl_coefficient=algorithm.kl.coefficient,

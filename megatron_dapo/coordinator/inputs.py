@@ -119,6 +119,8 @@ def remarks(config: Config, prompts: PromptSet, heldout: PromptSet) -> Iterator[
     """What is permitted and seldom meant."""
     if (high := config.algorithm.clip.high) >= 10:
         yield f"algorithm.clip.high = {high:g}: ratios up to {1 + high:g} are not clipped; the paper has 0.28"
+    if (warm := config.actor.optimizer.warmup_rollout_steps) > config.run.rollout_steps:
+        yield f"actor.optimizer.warmup_rollout_steps = {warm:g}: more than the run has; its lr is never reached"
     if (asked := config.algorithm.prompts_per_step) > (there := len(prompts.prompts)):
         yield f"algorithm.prompts_per_step = {asked}: more prompts than there are ({there}), so a step repeats some"
     if same := len({one.text for one in prompts.prompts} & {one.text for one in heldout.prompts}):

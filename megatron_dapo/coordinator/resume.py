@@ -95,7 +95,7 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     return [
         f"{key} = {shown(now)} from here on; the run in {run_dir.path} had {shown(then)}"
         for key, (then, now) in differences(flatten_config(before), flatten_config(config)).items()
-        if key.startswith(("algorithm.", "rollout.stages"))
+        if not key.startswith(("run.", "monitor."))
     ]
 
 

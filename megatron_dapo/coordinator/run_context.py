@@ -90,9 +90,9 @@ class RunContext(RunBase):
 async def start_run(run: RunBase) -> RunContext:
     """The started run. Raises what failed to start, with its own explanation."""
     config, inputs, run_dir, stack = run.config, run.inputs, run.run_dir, run.stack
-    if config.run.resume:
-        for change in check_resume(config, inputs, run_dir):
-            run.console.note(change)
+    changes = check_resume(config, inputs, run_dir) if config.run.resume else []
+    for change in changes:
+        run.console.note(change)
     progress = await first_progress(config, run_dir)
     if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
         progress = replace(progress, sampler=replace(progress.sampler, unfinished=()))
@@ -101,7 +101,7 @@ async def start_run(run: RunBase) -> RunContext:
     if config.run.resume:
         if progress.rollout_step or (run_dir.path / "manifest.json").exists():  # a batch script's first start has none
             run.console.note(f"resuming after rollout step {progress.rollout_step}")
-        at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version}
+        at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version, "changed": changes}
         ledger.record(Event.RESUMED, **at, continued=[group.position for group in progress.sampler.unfinished])
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))

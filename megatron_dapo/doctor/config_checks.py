@@ -152,5 +152,5 @@ def findings_of(check: Iterator[Finding]) -> list[Finding]:
         found.extend(check)
     # Their messages say what is wrong and what to do; those of config, model and data are ValueErrors.
     except (ValueError, RunDirError, ServerStartError, OSError, ImportError) as error:
-        found.append(failed(str(error), FIX["message"]))
+        found.append(failed(str(error)))
     return [finding for finding in found if finding.status != "pass"] or found

@@ -73,6 +73,8 @@ class Console:
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self.run: dict[str, Count] = {}
         """How far the whole run is, as `working` takes it; empty until it has started."""
+        self.noted = ""
+        """The newest note."""
 
     def note(self, text: str, style: str = "") -> None:
         """One line for the reader."""
@@ -80,7 +82,7 @@ class Console:
         with self._unless_gone():
             self._screen.print(Text(text, style=style), soft_wrap=True)
             self._file.flush()
-        self._printed = time.monotonic()
+        self._printed, self.noted = time.monotonic(), text
 
     def working(self, works: Mapping[str, Count]) -> None:
         """How far each work is: on a terminal a bar that stays until a call without that work, in a log a line, each

@@ -9,11 +9,12 @@ MARGIN = 1.5
 """The plan is a model, and the warning may come a minute late."""
 
 
-def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> tuple[int, list[str]]:
+def warning_and_notes(config: Config, warn_s: int | None, limit: int | None, *, gpus: bool) -> tuple[int, list[str]]:
     """(seconds before the time limit at which the run is told to save, what the user should know).
 
     Args:
         warn_s: what the user asks for; None: `MARGIN` times what the plan says.
+        limit: seconds of one job; None: without.
         gpus: whether the run is on GPUs: the plan knows nothing else.
     """
     unknown = f"--warn is {LEAST_WARN_S}, and should be longer than an update and a checkpoint"
@@ -24,20 +25,21 @@ def warning_and_notes(config: Config, warn_s: int | None, *, gpus: bool) -> tupl
     except ConfigError as error:
         return warn_s or LEAST_WARN_S, [] if warn_s else [f"no plan of this run ({error}): {unknown}"]
     if plan.step is None:
-        parts = "; ".join(f"{one.part}, {one.what}: needs {one.needed / 1e9:.0f} GB" for one in plan.misfits)
-        return warn_s or LEAST_WARN_S, [f"`megatron-dapo plan` says that this run does not fit its GPUs: {parts}"]
+        parts = "; ".join(
+            f"{one.part}, {one.what}: needs {one.needed / 1e9:.0f} of {one.there / 1e9:.0f} GB" for one in plan.misfits
+        )
+        return warn_s or LEAST_WARN_S, [f"`megatron-dapo plan` says that this run does not fit: {parts}"]
     seconds, step_h, run = saving_seconds(plan), plan.step.seconds / 3600, config.run
     every, minutes = run.checkpoint_every or run.rollout_steps, run.checkpoint_minutes
     lost_h = min(every, max(1, minutes / 60 // step_h) if minutes else every) * step_h
     notes = []
     if warn_s and warn_s < seconds:
-        killed = "a job killed at its limit is not requeued"
-        notes.append(f"--warn {warn_s}: by the plan update and checkpoint take {seconds:.0f} s; {killed}")
+        notes.append(f"--warn {warn_s}: by the plan update and checkpoint take {seconds:.0f} s; raise it")
     if lost_h > max(1, step_h):
-        less = f"with run.checkpoint_minutes=60 up to {max(1, 1 // step_h) * step_h:.1f}"
-        keys = f"run.checkpoint_every = {run.checkpoint_every}, run.checkpoint_minutes = {run.checkpoint_minutes:g}"
-        notes.append(f"{keys}: by the plan a lost job costs up to {lost_h:.1f} hours; {less}")
+        notes.append(f"run.checkpoint_every, checkpoint_minutes: by the plan a lost job costs up to {lost_h:.1f} hours")
     warn_s = warn_s or min(65535, max(LEAST_WARN_S, int(MARGIN * seconds)))  # no more than Slurm takes
+    if limit and limit - warn_s < plan.step.seconds:
+        notes.append(f"--time: by the plan a step takes {step_h:.1f} hours; a rollout that a job's end stops is lost")
     return warn_s, notes
 
 

@@ -270,16 +270,12 @@ def refusal(place: RankPlace, folder: Path, checkpoint: Path, lora: dict[str, An
     return str(error.value)
 
 
-def test_other_adapters_are_refused_and_a_conversion_says_what_to_do(gloo, model, data, tmp_path, capsys):
+def test_other_adapters_are_refused(gloo, model, data, tmp_path):
     gloo(1, saved, model, {}, data, tmp_path / "step", True)
     for lora in ({}, LORA | {"rank": 8}, SOME):
         (said,) = gloo(1, refusal, model, tmp_path / "step", lora)
         assert "actor.lora" in said
         assert "'rank': 4" in said
-    from tools.convert_checkpoint import main
-
-    assert main(["to-hf", str(tmp_path / "step"), str(tmp_path / "hf"), "--base", str(model), "--processes", "1"]) == 2
-    assert "run.resume_step" in capsys.readouterr().err
 
 
 def test_other_weights_below_the_adapters_are_refused(gloo, model, data, tmp_path):

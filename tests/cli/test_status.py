@@ -105,12 +105,14 @@ def test_a_dead_run_in_full(tmp_path, capsys):
 
 
 def test_a_run_that_has_only_begun(tmp_path, capsys):
-    sign = beat(waits=["server start: waiting for SGLang servers for 3 of 600 s"], written=time.time(), host="node-9")
+    waits, note = ["server start: waiting for SGLang servers for 3 of 600 s"], "server http://a is down; restarting it"
+    sign = beat(waits=waits, note=note, written=time.time(), host="node-9")
     write_lines(tmp_path / "status.json", [asdict(sign)])
     status_command(tmp_path)
     text = capsys.readouterr().out
     assert "running, process 7 on node-9" in text
     assert "waits       server start: waiting for SGLang servers for 3 of 600 s" in text
+    assert "last note   server http://a is down; restarting it" in text
     assert "no rollout step of 12 is done; no checkpoint yet" in text
 
 
@@ -308,7 +310,9 @@ def test_a_run_whose_jobs_have_left_the_queue_is_followed_no_more(queued, tmp_pa
     paused = []
     followed(folder, monkeypatch, lambda: paused.append(1))
     assert bool(paused) == queued
-    assert "saved; job 7 is going back into the queue" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "saved; job 7 is going back into the queue" in told
+    assert ("Slurm may start it again" in told) == queued
 
 
 def test_a_job_that_failed_before_its_run_began_ends_the_following_with_its_last_lines(tmp_path, monkeypatch):
@@ -324,7 +328,7 @@ def test_a_job_that_failed_before_its_run_began_ends_the_following_with_its_last
 
 def test_a_cancelled_job_says_so(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
-    says = "SIGTERM: stopping; scancel leaves no time to save\nslurmstepd: error: *** JOB 7 CANCELLED AT 2026 ***\n"
+    says = "SIGTERM: stopping; Slurm leaves no time to save\nslurmstepd: error: *** JOB 7 CANCELLED AT 2026 ***\n"
     (tmp_path / "logs" / "slurm-7.log").write_text(says)
     write_lines(tmp_path / "status.json", [asdict(beat())])
     status_command(tmp_path)

@@ -55,6 +55,21 @@ def test_open_waits_are_written_while_they_last(run_dir, monkeypatch):
     assert after.written > during.written
 
 
+def test_the_newest_note_is_written_while_the_run_waits(run_dir, monkeypatch):
+    """A server that is started again looks like any other wait, but for what the run has said of it."""
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+
+    async def run():
+        console = Console()
+        async with heartbeat(run_dir.path, Waits(), 7, console):
+            console.note("prompts: 12")
+            console.note("server http://a is down: its process ended; restarting it")
+            await asyncio.sleep(0.05)
+            return read_heartbeat(run_dir.path).note
+
+    assert asyncio.run(run()) == "server http://a is down: its process ended; restarting it"
+
+
 @pytest.mark.parametrize(
     ("error", "state", "text"),
     [
@@ -158,7 +173,7 @@ def test_progress_is_written_and_shown_while_it_lasts(run_dir, monkeypatch):
 
     async def run():
         waits = Waits()
-        async with heartbeat(run_dir.path, waits, 7, SimpleNamespace(working=show, run=whole)):
+        async with heartbeat(run_dir.path, waits, 7, SimpleNamespace(working=show, run=whole, noted="")):
             with waits.register("batch of groups", "rollout servers", 60.0, lambda: count):
                 await asyncio.sleep(0.05)
                 seen.append(json.loads((run_dir.path / "status.json").read_text())["progress"])

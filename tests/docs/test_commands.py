@@ -136,5 +136,6 @@ def test_the_guides_own_config_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(block)
     config = load_config(file)
-    assert config.data.path == "mine.jsonl"
+    assert (config.data.path, config.evaluation.path) == ("mine/train.jsonl", "mine/heldout.jsonl")
+    assert config.actor.optimizer.warmup_rollout_steps < config.run.rollout_steps
     assert (ROOT / config.model.path / "config.json").exists()

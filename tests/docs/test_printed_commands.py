@@ -100,6 +100,8 @@ def test_the_guides_own_problems(clone):
     (clone / "mine.yaml").write_text(config)
     rows = [row.replace("7", str(7 + each)).replace('"11"', f'"{11 + each}"') for each in range(40)]
     (clone / "mine.jsonl").write_text("".join(f"{line}\n" for line in rows))
+    (prepare,) = [text for text in inline_code(section) if text.startswith("python")]
+    well(*shlex.split(prepare)[1:], folder=clone, clone=clone)
     for text in ("preview mine.yaml", "train mine.yaml", "report runs/mine"):
         assert re.search(rf"`(megatron-dapo )?{text}`", section), f"{text} is not printed there"
         short = ("run.rollout_steps=1",) if text.startswith("train") else ()

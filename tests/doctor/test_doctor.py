@@ -91,7 +91,7 @@ def test_a_fault_is_a_line_with_its_fix_told_once(tmp_path):
     answer = doctor(str(QUICKSTART), f"run.dir={tmp_path / 'run'}", "model.path=nowhere")
     assert answer.exit_code == 1
     assert answer.stdout.count("nowhere/config.json: No such file") == 1
-    assert "\n        fix: " in answer.stdout
+    assert "as the message says" not in answer.stdout
 
 
 def test_a_config_that_is_none_is_a_fault():
@@ -143,15 +143,18 @@ def test_own_code_that_cannot_be_used_fails(changes, said, config):
 
 
 def test_what_is_seldom_meant_is_a_warning(config, tmp_path):
-    """Prompts that come twice in a step, held-out problems that are trained on, a clip in per cent, prose as answer."""
+    """A clip in per cent, a warm-up longer than the run, prompts that come twice in a step, held-out problems that are
+    trained on, prose as answer."""
     row = {"prompt": "1 + 1?", "answer": "What is one and one, so asks Tom of Ann?"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     mine = str(tmp_path / "p.jsonl")
-    changes = {"data.path": mine, "evaluation.path": mine, "algorithm.clip.high": 28.0}
+    changes = {"data.path": mine, "evaluation.path": mine, "algorithm.clip.high": 28.0, "run.rollout_steps": 3}
+    changes["actor.optimizer.warmup_rollout_steps"] = 20
     found = of(config_checks.check_inputs, config, changes)
     assert {status for status, _ in found} == {WARNING}
-    clip, repeated, heldout, prose = (said for _, said in found)
+    clip, warm_up, repeated, heldout, prose = (said for _, said in found)
     assert clip.startswith("algorithm.clip.high = 28: ratios up to 29 are not clipped")
+    assert warm_up.startswith("actor.optimizer.warmup_rollout_steps = 20: more than the run has")
     assert "more prompts than there are (1)" in repeated
     assert heldout.startswith("1 of 1 held-out problems are trained on too")
     assert "source p: every ground truth is prose, as 'What is one" in prose

@@ -198,12 +198,16 @@ def test_refused_stages_come_with_those_that_a_resume_may_have(begun):
     check_resume(offered, inputs(), run_dir)
 
 
-def test_a_resume_with_another_algorithm_says_so(begun):
+def test_a_resume_that_trains_otherwise_says_so(begun):
     run_dir, file = begun
     assert check_resume(load_config(file, ["run.rollout_steps=9"]), inputs(), run_dir) == []
     changed = load_config(file, ["algorithm.dynamic_sampling.max_staleness=1", "actor.optimizer.lr=1.0e-5"])
     assert check_resume(changed, inputs(), run_dir) == [
-        f"algorithm.dynamic_sampling.max_staleness = 1 from here on; the run in {run_dir.path} had 0"
+        f"{key} from here on; the run in {run_dir.path} had {before}"
+        for key, before in (
+            ("algorithm.dynamic_sampling.max_staleness = 1", "0"),
+            ("actor.optimizer.lr = 1e-05", "1e-06"),
+        )
     ]
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -27,6 +28,7 @@ from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tools.conversion.adapters import Adapters
 from tools.conversion.megatron_files import CheckpointReader, PartWriter, write_metadata
 from tools.conversion.stored import Stored, extra_state_keys, in_dtype, share, stored_parameters
 from tools.conversion.workers import Counter, Progress, run_parts
@@ -128,12 +130,12 @@ def to_hf(
 ) -> torch.dtype:
     """Write the model part of the checkpoint `source` to `target`; the type of its weights.
 
-    Written aside and renamed. `base` has config and tokenizer; None: those of `base_of`.
+    Written aside and renamed. `base` has config and tokenizer, and for adapters the weights; None: those of `base_of`.
 
     Raises:
         CheckpointDamagedError: a file of the checkpoint is missing or damaged.
         WeightsError: a tensor is missing, partial, or not that of the config.
-        ConfigError: config and tokenizer are not known, or the disk has no room.
+        ConfigError: config and tokenizer are not known, adapters are for another base, or the disk has no room.
     """
     source = actor_folder(source)
     base = base or base_of(source)
@@ -141,26 +143,30 @@ def to_hf(
     progress = Progress("check")
     check_whole(source)
     progress.close("every file has the checksum of the manifest")
-    if "lora" in json.loads((source / STATE_FILE).read_text())["extra"]:
-        raise ConfigError(
-            f"{source}: holds LoRA adapters alone; `train` its run with run.resume=true, run.resume_step and "
-            "run.rollout_steps set to this step: it ends at once and writes <run.dir>/model, merged"
-        )
     progress = Progress("convert")
-    parameters = stored_parameters(hf)
-    reader = CheckpointReader(source)
-    for stored in parameters:
-        reader.check(stored)
-    dtype = written_dtype({stored.key: reader.dtype(stored) for stored in parameters}, source, dtype)
+    parameters, extra = stored_parameters(hf), adapters_in(source)
+    adapters = Adapters(source, base, extra) if extra else None
+    dtype = written_dtype(adapters.dtypes if adapters else stored_dtypes(source, parameters), source, dtype)
     plan = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes)
     total = plan.total_bytes
     with aside(target, total) as partial:
         plan.create(partial)
         write = functools.partial(write_hf_part, source, partial, plan)
+        if adapters:
+            adapters.write_peft(partial)
+            write = functools.partial(adapters.write_part, partial, plan)
         run_parts(pool, write, share(parameters, workers), progress, total)
         plan.finish(partial, target, base)
     progress.close(f"{total / 1e6:.0f} MB written to {target}")
     return dtype
+
+
+def stored_dtypes(source: Path, parameters: list[Stored]) -> dict[str, torch.dtype]:
+    """Of the parameters of the checkpoint `source`, each of which must be whole and of the config's shape."""
+    reader = CheckpointReader(source)
+    for stored in parameters:
+        reader.check(stored)
+    return {stored.key: reader.dtype(stored) for stored in parameters}
 
 
 def write_hf_part(
@@ -177,6 +183,12 @@ def write_hf_part(
 def actor_folder(folder: Path) -> Path:
     """The trainer's part of a run's checkpoint `step_N`, or the folder itself."""
     return folder / "actor" if (folder / "actor").is_dir() else folder
+
+
+def adapters_in(folder: Path) -> dict[str, Any]:
+    """What `actor.json` says of LoRA adapters, if they are all that the checkpoint holds."""
+    extra: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())["extra"]
+    return extra if "lora" in extra else {}
 
 
 def base_of(checkpoint: Path) -> Path:

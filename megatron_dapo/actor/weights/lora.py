@@ -172,21 +172,19 @@ class Adapters:
         return state
 
     def files(self, chunks: Sequence[Module], hf: HFModelConfig, base: str) -> dict[str, bytes]:
-        """The adapter in PEFT's format, by file; empty tensors elsewhere than on global rank 0. `base`: the model's
-        folder."""
+        """`adapter_files`; empty tensors elsewhere than on global rank 0."""
         tensors = dict(hf_tensors(chunks, hf, dtype=torch.float32, shards=self.shards))
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.config.rank,
-            "lora_alpha": self.config.alpha,
-            "target_modules": list(self.config.modules),
-        }
-        return {
-            "adapter/adapter_config.json": json.dumps(config, indent=2).encode(),
-            "adapter/adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
-        }
+        return adapter_files(self.config, tensors, base)
+
+
+def adapter_files(lora: LoraConfig, tensors: dict[str, Tensor], base: str) -> dict[str, bytes]:
+    """The adapter in PEFT's format, by file. `base`: the model's folder."""
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.modules)}
+    return {
+        "adapter/adapter_config.json": json.dumps(config, indent=2).encode(),
+        "adapter/adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
+    }
 
 
 def _adapter_names(name: str, tensor: str) -> tuple[str, str]:
