@@ -101,8 +101,9 @@ async def start_run(run: RunBase) -> RunContext:
     if config.run.resume:
         if progress.rollout_step or (run_dir.path / "manifest.json").exists():  # a batch script's first start has none
             run.console.note(f"resuming after rollout step {progress.rollout_step}")
-        at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version, "changed": changes}
-        ledger.record(Event.RESUMED, **at, continued=[group.position for group in progress.sampler.unfinished])
+        at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version}
+        continued = [group.position for group in progress.sampler.unfinished]
+        ledger.record(Event.RESUMED, **at, continued=continued, changed=changes)
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))
     if config.monitor.wandb.mode != "off":

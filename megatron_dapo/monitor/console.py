@@ -71,10 +71,8 @@ class Console:
         self._rows: dict[str, TaskID] = {}
         self._printed, self._said = time.monotonic(), dict[str, Count]()
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self.run: dict[str, Count] = {}
-        """How far the whole run is, as `working` takes it; empty until it has started."""
-        self.noted = ""
-        """The newest note."""
+        self.run, self.noted = dict[str, Count](), ""
+        """How far the whole run is, as `working` takes it, empty until it has started; and the newest note."""
 
     def note(self, text: str, style: str = "") -> None:
         """One line for the reader."""

@@ -179,7 +179,7 @@ class Adapters:
 
 def adapter_files(lora: LoraConfig, tensors: dict[str, Tensor], base: str) -> dict[str, bytes]:
     """The adapter in PEFT's format, by file. `base`: the model's folder."""
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.modules)}
     return {
         "adapter/adapter_config.json": json.dumps(config, indent=2).encode(),
