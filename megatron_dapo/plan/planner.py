@@ -167,9 +167,7 @@ def _trainer_ways(case: Scenario) -> Iterator[Changes]:
     actor, context, share = case.config.actor, case.config.model.context_length, case.config.rollout.memory_fraction
     if share_gpus(case.config):  # the server can be given less of it
         yield {"rollout.memory_fraction": round(share / 2, 2)}
-    budgets: list[dict[str, Any]] = [{}]
-    if actor.micro_batch_tokens > context:
-        budgets.append({"actor.micro_batch_tokens": context})
+    budgets = [{}] if actor.micro_batch_tokens <= context else [{}, {"actor.micro_batch_tokens": context}]
     recomputes: list[dict[str, Any]] = [{}] if actor.recompute == "full" else [{}, {"actor.recompute": "full"}]
     if not actor.offload.optimizer_state:
         recomputes.append(recomputes[-1] | {"actor.offload.optimizer_state": True})
