@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +33,7 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.config_diff import flatten_config
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.monitor.console import text_page
-from megatron_dapo.plan.memory import server_memory, trainer_memory
+from megatron_dapo.plan.memory import server_memory
 from megatron_dapo.plan.planner import (
     SPARE,
     Plan,
@@ -41,9 +42,11 @@ from megatron_dapo.plan.planner import (
     least_recompute,
     make_plan,
 )
+from megatron_dapo.plan.rank_state import rank_state
 from megatron_dapo.plan.rollout import RolloutStep
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions
 from megatron_dapo.plan.step_plan import plan_step, rollouts
+from megatron_dapo.plan.trainer_time import forward_flops, slow_flops
 from rollout.config import RolloutConfig
 
 _APART = {"actor.offload.between_phases": "none"}
@@ -147,7 +150,7 @@ def _fastest(
 ) -> list[tuple[Scenario, _Servers]]:
     """In one mode; a few more than `best`, by estimate."""
     servers: dict[int, _Servers | None] = {}
-    waiting: list[tuple[float, Scenario, _Servers]] = []
+    waiting: list[tuple[float, int, bool, Scenario, _Servers]] = []
     for layout in _layouts(start, gpus):
         case = start.changed({"actor.layout": layout, "actor.offload.optimizer_state": False})
         case = case.changed({"actor.recompute": "none"})
@@ -158,11 +161,16 @@ def _fastest(
             servers[layout.world_size] = _best_servers(case, gpus, keep)
         if (own := servers[layout.world_size]) is not None:
             case = case.changed({"rollout": own.rollout})
-            waiting.append((min(_estimate(one, own) for one in _budgeted(case, _BUDGETS[::2])), case, own))
+            heappush(waiting, (_floor(case, own), len(waiting), False, case, own))
     found: list[tuple[float, Scenario, _Servers]] = []
-    for least, case, own in sorted(waiting, key=itemgetter(0)):
+    while waiting:
+        least, number, estimated, case, own = heappop(waiting)
         if len(found) >= best and least > _MARGIN * found[best - 1][0]:
             break
+        if not estimated:
+            least = min(_estimate(one, own) for one in _budgeted(case, _BUDGETS[::2]))
+            heappush(waiting, (least, number, True, case, own))
+            continue
         ways = [(_estimate(one, own), one, own) for one in _ways(case, spare) if _same(start, one, keep, "actor.")]
         found = sorted([*found, *sorted(ways, key=itemgetter(0))[:1]], key=itemgetter(0))
     return [(one, own) for _, one, own in found[: best + 2]]
@@ -264,9 +272,22 @@ def _ways(case: Scenario, spare: float) -> Iterator[Scenario]:
                     break
 
 
+def _floor(case: Scenario, servers: _Servers) -> float:
+    """Seconds of a step that no trainer of this layout falls below: rollouts, and the updates' arithmetic alone."""
+    lengths, layout, constants = servers.filled[0].lengths, case.config.actor.layout, case.constants
+    slow = slow_flops(case.hf, layout, constants) * lengths.sum()
+    flops = 3 * (forward_flops(case.hf, lengths).sum() + slow)
+    update_s = float(flops / (layout.world_size * constants.peak_flops * constants.train_efficiency))
+    if case.config.run.mode == "async":
+        return update_s
+    return servers.seconds + update_s
+
+
 def _estimate(case: Scenario, servers: _Servers) -> float:
     """Seconds of a step, the trainer's from the first rollout alone."""
-    state = max((rank.state for rank in trainer_memory(case)), key=lambda one: one.total)
+    actor = case.config.actor
+    states = (rank_state(case.hf, actor, case.config.model.dtype, stage=one) for one in range(actor.layout.pipeline))
+    state = max(states, key=lambda one: one.total)
     first, hidden = servers.filled[:1], case.config.run.mode == "async"
     seconds = plan_step(case, server_memory(case), state, first, every=_EVERY).seconds
     return seconds if hidden else seconds + servers.seconds - first[0].seconds

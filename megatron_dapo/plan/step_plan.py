@@ -113,7 +113,6 @@ def plan_step(
     # and so does one whose batch was written while it trained on the one before.
     each = zip(filled, whole, passes, strict=True)
     left = [max(parts[-1].seconds, total - one.seconds) for one, total, (parts, _) in each]
-    after = share_gpus(case.config) or config.run.mode == "async"
     updates = [update for _, own in passes for update in own]
     update_s = sum(update.seconds for update in updates)
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
@@ -122,7 +121,7 @@ def plan_step(
     return StepPlan(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
-        log_prob_s=fmean(whole if after else left),
+        log_prob_s=fmean(whole if share_gpus(config) or config.run.mode == "async" else left),
         log_prob_total_s=fmean(whole),
         update_s=update_s / steps,
         update=PassTime(**{name: fmean(getattr(update, name) for update in updates) for name in names}),
@@ -131,7 +130,7 @@ def plan_step(
         handover_s=handover_seconds(case, memory, state),
         overlaps=config.run.mode == "async",
         generated_tokens=fmean(one.tokens for one in filled),
-        trained_tokens=fmean(sum(one.lengths) for one in filled),
+        trained_tokens=lengths.sum() / steps,
         generated_groups=fmean(one.groups for one in filled),
         mean_length=float(lengths.mean()),
         cut_off=float((lengths >= case.workload.longest).mean()),
@@ -141,11 +140,9 @@ def plan_step(
     )
 
 
-def _passes(
-    case: Scenario, lengths: Sequence[int], state: StateBytes, every: int
-) -> tuple[list[PassTime], list[PassTime]]:
+def _passes(case: Scenario, drawn: np.ndarray, state: StateBytes, every: int) -> tuple[list[PassTime], list[PassTime]]:
     """(log-probs, part by part; optimizer steps) over a batch."""
-    sequences = np.array(lengths) + round(case.workload.mean_prompt)
+    sequences = drawn + round(case.workload.mean_prompt)
     parts = [log_prob_time(case, part) for part in np.array_split(sequences, LOG_PROB_PARTS)[::every]]
     sequences = np.random.default_rng(0).permutation(sequences)
     size = case.config.algorithm.mini_batch_responses

@@ -130,17 +130,17 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     times, exchanges, heads = 1.0, 1.0, 1
     if more is not None:
         times, exchanges, heads, efficiency = 3 + more, 2 + more, 4, case.constants.train_efficiency
-    micro_batches = _micro_batches(lengths.tobytes(), hf.hidden_size, _packed_alike(case.config.actor))
+    places, count = _micro_batches(lengths.tobytes(), hf.hidden_size, _packed_alike(case.config.actor))
     split = layout.tensor * layout.pipeline * layout.context
-    work = np.array([[flops[batch].sum() for batch in rank] for rank in micro_batches])
-    tokens = np.array([[lengths[batch].sum() for batch in rank] for rank in micro_batches])
+    work = np.bincount(places, flops, count).reshape(layout.data, -1)
+    tokens = np.bincount(places, lengths, count).reshape(layout.data, -1)
     mean = work.sum() / layout.data
     if layout.pipeline > 1:  # rows of one length: padding costs what a token does
         padding = tokens.max(axis=1, keepdims=True) - tokens
         work, tokens = work + padding * flops.sum() / lengths.sum(), tokens + padding
     padded = work
     work = work + tokens * times * slow_flops(hf, layout, case.constants)
-    work += tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
+    work = work + tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
     compute = work / (split * case.constants.peak_flops * efficiency)
     touched = case.dtype_bytes * exchanges + (2 * GRADIENT_BYTES if times > 1 else 0)
     compute += rank_state.stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
@@ -178,10 +178,12 @@ def _packed_alike(actor: ActorConfig) -> ActorConfig:
 
 
 @lru_cache(maxsize=4096)
-def _micro_batches(lengths: bytes, hidden_size: int, actor: ActorConfig) -> tuple[tuple[np.ndarray, ...], ...]:
-    """`plan_for_actor` of int64 lengths."""
+def _micro_batches(lengths: bytes, hidden_size: int, actor: ActorConfig) -> tuple[np.ndarray, int]:
+    """`plan_for_actor` of int64 lengths: the number of each one's micro-batch, rank by rank, and of how many."""
     plan = plan_for_actor(np.frombuffer(lengths, np.int64), actor, hidden_size=hidden_size)
-    return tuple(tuple(rank) for rank in plan.micro_batches)
+    batches = [batch for rank in plan.micro_batches for batch in rank]
+    numbers = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    return numbers[np.argsort(np.concatenate(batches))], len(batches)
 
 
 def _neighbour_seconds(case: Scenario, layers: float, *, update: bool) -> float:
