@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic.dataclasses import dataclass
@@ -65,6 +65,11 @@ class Config:
     def has_environments(self) -> bool:
         """Whether a prompt may have several turns."""
         return any(each.environment is not None for each in (self.data, *self.data.mixture, self.evaluation))
+
+    def way_of_weights(self, *, on_gpus: bool, shared: bool = False) -> Literal["disk", "tensor", "distributed"]:
+        """`rollout.weight_sync`, decided; `shared`: whether trainer and servers use a GPU at the same time."""
+        in_turn = on_gpus and self.run.mode == "colocated"
+        return self.rollout.way_of_weights(own_gpus=on_gpus and not (in_turn or shared), in_turn=in_turn)
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -246,8 +251,15 @@ def _of_run(config: Config) -> Iterator[str]:
         for option in config.rollout.extra_args if publish == "keep" else ():
             if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
-    if config.run.mode == "colocated" and config.rollout.weight_sync not in ("auto", "disk"):
-        yield f"rollout.weight_sync = {config.rollout.weight_sync}: run.mode=colocated needs disk"
+    if config.run.mode == "colocated" and config.rollout.weight_sync == "distributed":
+        yield "rollout.weight_sync = distributed: run.mode=colocated needs tensor or disk"
+    ranks = config.rollout.servers * config.rollout.tensor_parallel
+    if (
+        config.run.mode == "colocated"
+        and config.rollout.weight_sync == "tensor"
+        and ranks > config.actor.layout.world_size
+    ):
+        yield f"rollout.weight_sync = tensor: run.mode=colocated needs a trainer rank for each of the servers' {ranks}"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":
         yield "actor.offload.between_phases = none: run.mode=colocated needs all, so that servers have the GPUs' memory"
     if config.run.dir.startswith("~"):

@@ -34,7 +34,12 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
         await handover.to_servers()
         report = await in_time(fleet.publish(folder, version, checksums))
     else:
-        report = await in_time(fleet.publish_stream(TrainerWeights(context, folder), version))
+        await handover.to_servers(weights_only=True)
+        weights = TrainerWeights(context, folder)
+        report = await in_time(fleet.publish_stream(weights, version))
+        if handover.shared and len(report.servers) < len(fleet.members):
+            await weights.to_disk()  # for the servers that come back: once all have their memory, it is too late
+        await handover.to_servers()
     for url, reason in report.by_disk.items():
         context.console.note(f"weight version {version}: sending to {url} failed; it reads from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
@@ -53,8 +58,7 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
 
 def way_of_weights(context: RunContext) -> Literal["disk", "tensor", "distributed"]:
     """`rollout.weight_sync`, decided for this run."""
-    shared = context.shared_gpu or context.config.run.mode == "colocated"
-    return context.config.rollout.way_of_weights(own_gpus=context.trainer.on_gpu and not shared)
+    return context.config.way_of_weights(on_gpus=context.trainer.on_gpu, shared=context.shared_gpu)
 
 
 class TrainerWeights:
@@ -64,11 +68,13 @@ class TrainerWeights:
         """`folder`: where they are written if a server has to read them."""
         self._context, self._trainer, self._fleet, self._folder = context, context.trainer, context.fleet, folder
         self._changes = context.trainer.weight_changes
+        self._written: OnDisk | None = None
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         config = self._context.config
         transport = way_of_weights(self._context)
         assert transport != "disk"
+        beside = transport == "tensor" and self._context.handover.shared
         on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
         request = SendRequest(
             transport=transport,
@@ -77,11 +83,14 @@ class TrainerWeights:
             deadline_s=config.rollout.sync_deadline_s,
             backend="nccl" if on_gpu and not self._context.shared_gpu else "gloo",
             api_key_file=key_file(config, self._context.run_dir.path),
+            beside=beside,
         )
         return await self._trainer.send_weights(request, self._fleet.kinds)
 
     async def to_disk(self) -> OnDisk | None:
-        if self._trainer.weight_changes != self._changes:
-            return None
-        # Calls to the ranks keep their order: whatever changes the weights later comes after this.
-        return OnDisk(folder=self._folder, checksums=await self._trainer.write_weights(self._folder, self._fleet.kinds))
+        handover, unchanged = self._context.handover, self._trainer.weight_changes == self._changes
+        if self._written is None and unchanged and (handover.trainer_has_it or not handover.shared):
+            # Calls to the ranks keep their order: whatever changes the weights later comes after this.
+            checksums = await self._trainer.write_weights(self._folder, self._fleet.kinds)
+            self._written = OnDisk(folder=self._folder, checksums=checksums)
+        return self._written

@@ -169,7 +169,7 @@ class Scenario:
     @property
     def weight_sync(self) -> str:
         """`rollout.weight_sync`, decided for GPUs."""
-        return self.config.rollout.way_of_weights(own_gpus=self.config.run.mode != "colocated")
+        return self.config.way_of_weights(on_gpus=True)
 
     @property
     def servers(self) -> int:

@@ -8,7 +8,7 @@ While that thread sends, loads and hashes one bucket, the ranks gather the next:
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -61,9 +61,21 @@ class WeightSender:
     """
 
     def __init__(
-        self, request: SendRequest, checksums: ChecksumStream, groups: GroupCache, *, device: torch.device
+        self,
+        request: SendRequest,
+        checksums: ChecksumStream,
+        groups: GroupCache,
+        *,
+        device: torch.device,
+        gather: Callable[[Any], Sequence[Any]] | None = None,
     ) -> None:
-        """`device`: where the trainer's weights are."""
+        """
+        Args:
+            device: where the trainer's weights are.
+            gather: with servers beside the trainer's ranks: what each rank beside the same server gives, the first one
+                being that which sends; collective over all ranks.
+        """
+        self._gather = gather
         self._request, self._checksums, self._groups, self._device = request, checksums, groups, device
         self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
@@ -82,6 +94,7 @@ class WeightSender:
         if self._under_way is not None:
             wait([self._under_way])
         self._run(self._close()).result()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
 
@@ -99,7 +112,12 @@ class WeightSender:
         self._finish()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._under_way = self._run(self._pass_on(self._buffer, bucket, tensors))
+        source: Any = self._buffer
+        if self._gather is not None and isinstance(self._transport, SharedMemoryTransport):
+            # For a server that is lost no handle is made: it would never let the memory go.
+            wanted = self._gather(bool(self._clients))[0]
+            source = self._gather(self._transport.handle(self._buffer) if wanted else None)
+        self._under_way = self._run(self._pass_on(source, bucket, tensors))
 
     def _finish(self) -> None:
         if self._under_way is not None:
@@ -114,12 +132,12 @@ class WeightSender:
 
         return self._thread.submit(run)
 
-    async def _pass_on(self, buffer: Tensor, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
+    async def _pass_on(self, source: Any, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
         self._bytes += bucket.size
         label = self._request.label if self._checksums.missing <= tensors.keys() else None
         work: list[Coroutine[Any, Any, None]] = []
         if self._clients and self._transport is not None:
-            work.append(self._drop_failed(self._transport.send(buffer, bucket, self._clients, label)))
+            work.append(self._drop_failed(self._transport.send(source, bucket, self._clients, label)))
         # Both to their ends, whatever becomes of the other: they use the buffer.
         done = await asyncio.gather(*work, asyncio.to_thread(self._hash, tensors), return_exceptions=True)
         for error in filter(None, done):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
+from megatron_dapo.config import Config
 from megatron_dapo.coordinator.publish import TrainerWeights, way_of_weights
 from rollout.config import RolloutConfig
 from rollout.weights.sender import Sent
@@ -44,11 +46,23 @@ def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: boo
     return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"))
 
 
-def context_of(trainer: Trainer, transport: str, shared_gpu: bool, mode: str = "sync") -> Any:
+def context_of(
+    trainer: Trainer,
+    transport: str,
+    shared_gpu: bool,
+    mode: str = "sync",
+    servers: int = 2,
+    *,
+    trainer_has_it: bool = True,
+) -> Any:
+    config = SimpleNamespace(
+        rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0, servers=servers),
+        run=SimpleNamespace(mode=mode),
+    )
+    config.way_of_weights = partial(Config.way_of_weights, config)
     return SimpleNamespace(
-        config=SimpleNamespace(
-            rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0), run=SimpleNamespace(mode=mode)
-        ),
+        config=config,
+        handover=SimpleNamespace(shared=mode == "colocated", trainer_has_it=trainer_has_it),
         run_dir=SimpleNamespace(path=Path("/run")),
         trainer=trainer,
         fleet=SimpleNamespace(kinds=(CPU,)),
@@ -57,21 +71,26 @@ def context_of(trainer: Trainer, transport: str, shared_gpu: bool, mode: str = "
 
 
 @pytest.mark.parametrize(
-    ("use_gpu", "shared", "mode", "way"),
+    ("use_gpu", "shared", "mode", "servers", "way"),
     [
-        (True, False, "sync", "distributed"),
-        (True, False, "async", "distributed"),
-        (True, True, "sync", "disk"),
-        (True, False, "colocated", "disk"),
-        (False, False, "sync", "disk"),
+        (True, False, "sync", 1, "distributed"),
+        (True, False, "async", 2, "distributed"),
+        (True, True, "sync", 1, "disk"),
+        (True, False, "colocated", 2, "tensor"),
+        (True, True, "colocated", 2, "tensor"),
+        (True, False, "colocated", 1, "disk"),
+        (False, False, "colocated", 2, "disk"),
+        (False, False, "sync", 2, "disk"),
     ],
 )
-def test_the_way_is_chosen_by_whose_the_gpus_are(use_gpu: bool, shared: bool, mode: str, way: str) -> None:
+def test_the_way_is_chosen_by_whose_the_gpus_are(
+    use_gpu: bool, shared: bool, mode: str, servers: int, way: str
+) -> None:
     async def test() -> None:
         trainer = Recorded(use_gpu=use_gpu)
         assert RolloutConfig().weight_sync == "auto"
-        assert way_of_weights(context_of(trainer, "auto", shared, mode)) == way
-        assert way_of_weights(context_of(trainer, "tensor", shared, mode)) == "tensor"
+        assert way_of_weights(context_of(trainer, "auto", shared, mode, servers)) == way
+        assert way_of_weights(context_of(trainer, "tensor", shared, mode, servers)) == "tensor"
 
     asyncio.run(test())
 
@@ -79,16 +98,44 @@ def test_the_way_is_chosen_by_whose_the_gpus_are(use_gpu: bool, shared: bool, mo
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
     async def test() -> None:
         trainer = Recorded()
-        held = weights(trainer)
+        held, too_late = weights(trainer), weights(trainer)
         written = await held.to_disk()
         assert written is not None
         assert written.folder == Path("weights/v3")
         await trainer.update([], None, 1.0)  # type: ignore[arg-type]
-        assert await held.to_disk() is None
+        assert await too_late.to_disk() is None
+        assert await held.to_disk() is written  # the folder stays until the next publish
         assert trainer.asked == ["write", "update"]
         assert await weights(trainer).to_disk() is not None  # those of the next publish
         await trainer.load_checkpoint(Path("step_1"))
-        assert await held.to_disk() is None
+        assert await too_late.to_disk() is None
+
+    asyncio.run(test())
+
+
+def test_colocated_they_are_written_in_the_trainers_turn_only() -> None:
+    """Beside servers that have their memory the weights would not fit."""
+
+    async def test() -> None:
+        trainer = Recorded(use_gpu=True)
+        for mode, has_it, written in (("colocated", True, 1), ("colocated", False, 1), ("sync", False, 2)):
+            context = context_of(trainer, "auto", False, mode, trainer_has_it=has_it)
+            found = await TrainerWeights(context, Path("weights/v3")).to_disk()
+            assert (found is not None, trainer.asked) == (has_it or mode == "sync", ["write"] * written)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport", "beside"),
+    [("colocated", "tensor", True), ("sync", "tensor", False), ("async", "distributed", False)],
+)
+def test_in_turn_each_rank_sends_to_the_server_beside_it(mode: str, transport: str, beside: bool) -> None:
+    async def test() -> None:
+        trainer = Recorded(use_gpu=True)
+        context = context_of(trainer, transport, False, mode)
+        await TrainerWeights(context, Path("v3")).send([Target(url="http://a:1", info=GPU, restarts=0)], "3")
+        assert [request.beside for request in trainer.requests] == [beside]
 
     asyncio.run(test())
 

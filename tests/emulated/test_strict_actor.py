@@ -116,6 +116,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
     sink = Kept(actor.device.device)
     actor.stream_weights(sink if place.rank == 0 else None, 20_000)
     note("weights", sink.held)
+    everywhere = Kept(actor.device.device)
+    actor.stream_weights(everywhere, 20_000, everywhere=True)
+    found["weights of every rank"] = everywhere.held
     watched_on: set[torch.device] = set()
     actor.export_hf(out / "export", watch=lambda name, tensor: watched_on.add(tensor.device))
     assert watched_on == ({actor.device.device} if place.rank == 0 else set()), "before the copy to the host"
