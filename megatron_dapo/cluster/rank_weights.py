@@ -31,11 +31,8 @@ class RankWeights:
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
         with self._checksums(kinds) as checksums:
-
-            def watch(name: str, tensor: torch.Tensor) -> None:
-                checksums.add({name: tensor})
-
-            self._actor.export_hf(folder, watch=watch if kinds else None)
+            watch = (lambda name, tensor: checksums.add({name: tensor})) if kinds else None
+            self._actor.export_hf(folder, watch=watch)
             return checksums.finish() if kinds and self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:

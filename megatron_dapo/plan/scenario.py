@@ -100,6 +100,7 @@ class Calibration:
     disk_read: PositiveFloat
     gather_bandwidth: PositiveFloat
     send_bandwidth: PositiveFloat
+    load_bandwidth: PositiveFloat
     mean_response: PositiveFloat
     response_sigma: NonNegativeFloat
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
