@@ -241,12 +241,10 @@ class MegatronActor:
             places = self._chunks, self.hf, folder, source
             self._weights.export_hf(*places, dtype=self._dtype, watch=watch, besides=besides)
 
-    def stream_weights(self, sink: Any, bucket_bytes: int, *, everywhere: bool = False) -> None:
-        """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks.
-        `everywhere`: to a sink on every rank."""
-        how = {"dtype": self._dtype, "bucket_bytes": bucket_bytes, "everywhere": everywhere}
+    def stream_weights(self, sink: Any, bucket_bytes: int) -> None:
+        """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
         with self.memory.resident("parameters"):
-            self._weights.stream_weights(self._chunks, self.hf, sink=sink, **how)
+            self._weights.stream_weights(self._chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not

@@ -7,6 +7,7 @@ import json
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +37,32 @@ class RankWeights:
             return checksums.finish() if kinds and self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
-        """Into the memory of the request's servers."""
-        rank, device = self._actor.rank, self._actor.device.device
+        """Into the memory of the request's servers; with servers beside the ranks, from all ranks."""
+        rank, device, gather = self._actor.rank, self._actor.device.device, None
         # Made on every rank: a model whose checksums are not known fails on all of them, and none waits for another.
         with self._checksums(kinds) as checksums:
             if request.beside:
-                return self._send_beside(request, checksums if rank == 0 else self._checksums(()))
-            if rank != 0:
+                each = max([target.info.tensor_parallel for target in request.targets], default=1)
+                own = tuple(target for target in request.targets if target.index * each == rank)
+                request, gather = replace(request, targets=own), partial(_beside, rank - rank % each, each)
+                checksums = checksums if rank == 0 else self._checksums(())
+            elif rank > 0:
                 self._actor.stream_weights(None, self._bucket_bytes)
                 return None
-            with WeightSender(request, checksums, self._groups, device=device) as sender:
+            with WeightSender(request, checksums, self._groups, device=device, gather=gather) as sender:
                 self._actor.stream_weights(sender, self._bucket_bytes)
-                return sender.report()
-
-    def _send_beside(self, request: SendRequest, checksums: ChecksumStream) -> Sent:
-        """Every rank holds each bucket for the server's rank on its device; the first beside a server sends to it."""
-        rank, device = self._actor.rank, self._actor.device.device
-        each = max([target.info.tensor_parallel for target in request.targets], default=1)
-        first = rank - rank % each
-        own = tuple(target for target in request.targets if target.index * each == rank)
-
-        def gather(value: Any) -> Sequence[Any]:
-            return gather_objects(value)[first : first + each]
-
-        with WeightSender(
-            replace(request, targets=own), checksums, self._groups, device=device, gather=gather
-        ) as sender:
-            self._actor.stream_weights(sender, self._bucket_bytes, everywhere=True)
-            sent = sender.report()
-            # Here, since until then servers may read what other ranks hold.
-            failures = dict(ChainMap(*gather_objects(dict(sent.failures))))
-        if device.type == "cuda":  # the servers take the rest of their memory next
+                sent = sender.report()
+                # Inside, since until then servers may read what other ranks hold.
+                failures = gather_objects(dict(sent.failures)) if request.beside else [sent.failures]
+        if request.beside and device.type == "cuda":  # the servers take the rest of their memory next
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        return replace(sent, failures=failures)
+        return replace(sent, failures=dict(ChainMap(*failures)))
 
     def _checksums(self, kinds: Sequence[ServerInfo]) -> ChecksumStream:
         config: dict[str, Any] = json.loads((Path(self._actor.model.path) / "config.json").read_text())
         return ChecksumStream(config, hf_shapes(self._actor.hf), kinds)
+
+
+def _beside(first: int, ranks: int, value: Any) -> list[Any]:
+    return gather_objects(value)[first : first + ranks]

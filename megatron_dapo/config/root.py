@@ -68,8 +68,12 @@ class Config:
 
     def way_of_weights(self, *, on_gpus: bool, shared: bool = False) -> Literal["disk", "tensor", "distributed"]:
         """`rollout.weight_sync`, decided; `shared`: whether trainer and servers use a GPU at the same time."""
-        in_turn = on_gpus and self.run.mode == "colocated"
-        return self.rollout.way_of_weights(own_gpus=on_gpus and not (in_turn or shared), in_turn=in_turn)
+        if self.rollout.weight_sync != "auto":
+            return self.rollout.weight_sync
+        if on_gpus and self.run.mode == "colocated":
+            # A server that is lost then waits for the next publish: others must serve meanwhile.
+            return "tensor" if self.rollout.servers > 1 else "disk"
+        return "distributed" if on_gpus and not shared else "disk"
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -251,15 +255,10 @@ def _of_run(config: Config) -> Iterator[str]:
         for option in config.rollout.extra_args if publish == "keep" else ():
             if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
-    if config.run.mode == "colocated" and config.rollout.weight_sync == "distributed":
-        yield "rollout.weight_sync = distributed: run.mode=colocated needs tensor or disk"
-    ranks = config.rollout.servers * config.rollout.tensor_parallel
-    if (
-        config.run.mode == "colocated"
-        and config.rollout.weight_sync == "tensor"
-        and ranks > config.actor.layout.world_size
-    ):
-        yield f"rollout.weight_sync = tensor: run.mode=colocated needs a trainer rank for each of the servers' {ranks}"
+    way, ranks = config.rollout.weight_sync, config.rollout.servers * config.rollout.tensor_parallel
+    fits = way != "distributed" and (way != "tensor" or ranks <= config.actor.layout.world_size)
+    if config.run.mode == "colocated" and not fits:
+        yield f"rollout.weight_sync = {way}: run.mode=colocated needs disk, or tensor and {ranks} trainer ranks"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":
         yield "actor.offload.between_phases = none: run.mode=colocated needs all, so that servers have the GPUs' memory"
     if config.run.dir.startswith("~"):

@@ -74,7 +74,6 @@ class TrainerWeights:
         config = self._context.config
         transport = way_of_weights(self._context)
         assert transport != "disk"
-        beside = transport == "tensor" and self._context.handover.shared
         on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
         request = SendRequest(
             transport=transport,
@@ -83,7 +82,7 @@ class TrainerWeights:
             deadline_s=config.rollout.sync_deadline_s,
             backend="nccl" if on_gpu and not self._context.shared_gpu else "gloo",
             api_key_file=key_file(config, self._context.run_dir.path),
-            beside=beside,
+            beside=transport == "tensor" and self._context.handover.shared,
         )
         return await self._trainer.send_weights(request, self._fleet.kinds)
 

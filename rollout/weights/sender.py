@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rollout.server.server_command import read_key
@@ -72,8 +73,9 @@ class WeightSender:
         """
         Args:
             device: where the trainer's weights are.
-            gather: with servers beside the trainer's ranks: what each rank beside the same server gives, the first one
-                being that which sends; collective over all ranks.
+            gather: with servers beside the trainer's ranks, which then all have a sender: what each rank beside the
+                same server gives, first of all that which sends to it. A collective of all ranks, as the broadcast of
+                each bucket from rank 0.
         """
         self._gather = gather
         self._request, self._checksums, self._groups, self._device = request, checksums, groups, device
@@ -110,13 +112,14 @@ class WeightSender:
         """Returns when the bucket before is sent and hashed, and its memory may be used again; this one is then under
         way."""
         self._finish()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         source: Any = self._buffer
         if self._gather is not None and isinstance(self._transport, SharedMemoryTransport):
+            dist.broadcast(source, src=0)
             # For a server that is lost no handle is made: it would never let the memory go.
             wanted = self._gather(bool(self._clients))[0]
-            source = self._gather(self._transport.handle(self._buffer) if wanted else None)
+            source = self._gather(self._transport.handle(source) if wanted else None)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._under_way = self._run(self._pass_on(source, bucket, tensors))
 
     def _finish(self) -> None:

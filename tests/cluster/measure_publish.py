@@ -1,7 +1,8 @@
 """How long a publish takes: a model of two trainer ranks (TP 2) into two receivers, against a plain copy of its bytes.
 
 `python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256]`. The receivers are those of
-tests/rollout/peer.py, that keep what they are sent in memory; each transport is used twice, and the second counts.
+tests/rollout/peer.py, that keep what they are sent in memory; each transport is used three times, and the better of the
+last two counts. `beside`: `tensor` with a receiver beside each rank.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def receivers(root: Path) -> Iterator[list[Target]]:
         while not all((folder / "port").exists() for folder in folders):
             time.sleep(0.1)
         ports = [(folder / "port").read_text() for folder in folders]
-        yield [Target(url=f"http://127.0.0.1:{port}", info=INFO, restarts=0) for port in ports]
+        yield [Target(url=f"http://127.0.0.1:{port}", info=INFO, restarts=0, index=at) for at, port in enumerate(ports)]
     finally:
         for process in processes:
             process.kill()
@@ -103,10 +104,11 @@ def main() -> None:
     copy_s = sorted(copies)[2]
     print(f"{size / 1e9:.2f} GB, a plain copy {copy_s:.2f} s")
     for hashed in (True, False):
-        for transport in ("tensor", "distributed"):
+        for transport in ("tensor", "beside", "distributed"):
             with receivers(given.folder / f"{transport}-{hashed}") as targets:
                 common = {"targets": tuple(targets), "deadline_s": 300.0, "backend": "gloo", "api_key_file": None}
-                requests = [SendRequest(transport=transport, label=label, **common) for label in "123"]
+                common |= {"transport": transport} if transport != "beside" else {"transport": "tensor", "beside": True}
+                requests = [SendRequest(label=label, **common) for label in "123"]
                 kinds = [INFO] if hashed else []
                 first, *_ = run_ranks(2, timed, requests, kinds, model, given.bucket_mb << 20, timeout_s=900)
             best = min(first[1:])

@@ -188,19 +188,14 @@ def plan_buckets(shards: Iterable[Shards], dtype: torch.dtype, max_bytes: int) -
 
 
 def stream_weights(
-    chunks: Sequence[torch.nn.Module],
-    hf: HFModelConfig,
-    *,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    sink: Any,
-    everywhere: bool = False,
+    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, bucket_bytes: int, sink: Any
 ) -> None:
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
+    A sink on another rank has its buffers put as they are, each at the same time.
 
     Rank 0 then holds one gathered parameter besides the model and the sink's buffers, two at a time; any other rank at
-    most one parameter. `everywhere`: every rank has a sink, and rank 0's buckets are broadcast to all.
+    most one parameter.
 
     Raises:
         Exception: what the sink raised, on rank 0, after the other ranks have sent everything.
@@ -209,18 +204,15 @@ def stream_weights(
     try:
         if sink is not None:
             for bucket in plan_buckets(model_shards(hf).values(), dtype, bucket_bytes):
-                buffer = sink.buffer(bucket.size)
-                views = bucket.views(buffer)
+                views = bucket.views(sink.buffer(bucket.size))
                 for shards, stacked in islice(stream, bucket.parameters):
                     if stacked is not None:
                         for rank, shard in enumerate(stacked):
                             shards.fill(views, shard, rank, len(stacked))
                         del shard
                     del stacked  # before the next parameter is gathered
-                if everywhere:
-                    dist.broadcast(buffer, src=0)
                 sink.put(bucket, views)
-                del buffer, views
+                del views
     finally:
         for _ in stream:
             pass  # the other ranks send all of them, also after a failure of the sink
