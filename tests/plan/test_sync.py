@@ -48,7 +48,7 @@ def test_in_memory_only_links_count(constants):
     assert seconds("tensor", constants) == pytest.approx(max(host + first * gather, gather + first * host))
     broadcast = MODEL / constants.send_bandwidth
     assert seconds("distributed", constants) == pytest.approx(broadcast + first * gather)
-    assert seconds("tensor", constants) < seconds("distributed", constants) < seconds("disk", constants)
+    assert max(seconds("tensor", constants), seconds("distributed", constants)) < seconds("disk", constants)
     wide = dataclasses.replace(constants, send_bandwidth=1e15)
     broadcast = MODEL / (constants.network_bandwidth * constants.communication_efficiency)
     longer, shorter = max(gather, broadcast), min(gather, broadcast)
@@ -143,11 +143,16 @@ def test_experts_are_gathered_from_the_ranks_that_hold_them(constants):
 
 
 def test_one_bucket_after_the_other_would_take_what_was_published(constants):
-    """verl, Qwen2.5-32B, 2 + 2 nodes of H100 over NCCL: 14.2 s; ours is what the overlap leaves of it."""
+    """miles, Qwen3-30B-A3B, 2 + 2 nodes of H100 over NCCL, TP4 EP8: 2.67 s for gathering and sending in turn."""
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    dense = 2 * model_parameters(BUILT_IN["Qwen3-30B-A3B"]) - experts
+    gather = (dense * 3 / 4 + experts * 7 / 8) / (constants.nvlink_bandwidth * constants.communication_efficiency)
+    assert gather + (dense + experts) / constants.send_bandwidth == pytest.approx(2.67, rel=0.01)
+
+
+def test_the_target_size_in_less_than_six_seconds(constants):
+    """Qwen2.5-32B on 2 + 2 nodes; verl published 14.2 s."""
     layout = {"actor.layout": LayoutConfig(tensor=8, pipeline=2, sequence_parallel=True), "rollout.servers": 4}
     case = Scenario(changed(recipe("distributed", tensor_parallel=4), layout), HF, constants)
     assert (case.config.actor.layout.world_size, case.server_gpus) == (16, 16)
-    link = constants.network_bandwidth * constants.communication_efficiency
-    in_turn = MODEL * 15 / 16 / link + MODEL / constants.send_bandwidth
-    assert in_turn == pytest.approx(14.2, rel=0.01)
-    assert sync.sync_seconds(case) == pytest.approx(12.5, abs=0.2)
+    assert MODEL / constants.send_bandwidth < sync.sync_seconds(case) < 6
