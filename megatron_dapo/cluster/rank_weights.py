@@ -49,7 +49,7 @@ class RankWeights:
             elif rank > 0:
                 self._actor.stream_weights(None, self._bucket_bytes)
                 return None
-            with WeightSender(request, checksums, self._groups, device=device, gather=gather) as sender:
+            with WeightSender(request, checksums, self._groups, device, gather) as sender:
                 self._actor.stream_weights(sender, self._bucket_bytes)
                 sent = sender.report()
                 # Inside, since until then servers may read what other ranks hold.

@@ -22,6 +22,9 @@ from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
 from rollout.wire.client import ServerInfo, SglangClient
 
+Gather = Callable[[Any], Sequence[Any]] | None
+"""What each rank beside the same server gives, the one that sends to it first; collective over all ranks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
@@ -62,20 +65,12 @@ class WeightSender:
     """
 
     def __init__(
-        self,
-        request: SendRequest,
-        checksums: ChecksumStream,
-        groups: GroupCache,
-        *,
-        device: torch.device,
-        gather: Callable[[Any], Sequence[Any]] | None = None,
+        self, request: SendRequest, checksums: ChecksumStream, groups: GroupCache, device: torch.device, gather: Gather
     ) -> None:
         """
         Args:
             device: where the trainer's weights are.
-            gather: with servers beside the trainer's ranks, which then all have a sender: what each rank beside the
-                same server gives, first of all that which sends to it. A collective of all ranks, as the broadcast of
-                each bucket from rank 0.
+            gather: with servers beside the trainer's ranks; then all have a sender, and rank 0 broadcasts each bucket.
         """
         self._gather = gather
         self._request, self._checksums, self._groups, self._device = request, checksums, groups, device

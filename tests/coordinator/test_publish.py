@@ -15,7 +15,7 @@ from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.publish import TrainerWeights, way_of_weights
+from megatron_dapo.coordinator.publish import TrainerWeights
 from rollout.config import RolloutConfig
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
@@ -43,7 +43,7 @@ class Recorded(Trainer):
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
-    return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"))
+    return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"), transport)  # type: ignore
 
 
 def context_of(
@@ -86,13 +86,10 @@ def context_of(
 def test_the_way_is_chosen_by_whose_the_gpus_are(
     use_gpu: bool, shared: bool, mode: str, servers: int, way: str
 ) -> None:
-    async def test() -> None:
-        trainer = Recorded(use_gpu=use_gpu)
-        assert RolloutConfig().weight_sync == "auto"
-        assert way_of_weights(context_of(trainer, "auto", shared, mode, servers)) == way
-        assert way_of_weights(context_of(trainer, "tensor", shared, mode, servers)) == "tensor"
-
-    asyncio.run(test())
+    assert RolloutConfig().weight_sync == "auto"
+    for asked, wanted in (("auto", way), ("tensor", "tensor")):
+        config = context_of(Recorded(), asked, False, mode, servers).config
+        assert config.way_of_weights(on_gpus=use_gpu, shared=shared) == wanted
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
@@ -120,7 +117,7 @@ def test_colocated_they_are_written_in_the_trainers_turn_only() -> None:
         trainer = Recorded(use_gpu=True)
         for mode, has_it, written in (("colocated", True, 1), ("colocated", False, 1), ("sync", False, 2)):
             context = context_of(trainer, "auto", False, mode, trainer_has_it=has_it)
-            found = await TrainerWeights(context, Path("weights/v3")).to_disk()
+            found = await TrainerWeights(context, Path("weights/v3"), "tensor").to_disk()
             assert (found is not None, trainer.asked) == (has_it or mode == "sync", ["write"] * written)
 
     asyncio.run(test())
@@ -130,11 +127,11 @@ def test_colocated_they_are_written_in_the_trainers_turn_only() -> None:
     ("mode", "transport", "beside"),
     [("colocated", "tensor", True), ("sync", "tensor", False), ("async", "distributed", False)],
 )
-def test_in_turn_each_rank_sends_to_the_server_beside_it(mode: str, transport: str, beside: bool) -> None:
+def test_in_turn_each_rank_sends_to_the_server_beside_it(mode: str, transport: Any, beside: bool) -> None:
     async def test() -> None:
         trainer = Recorded(use_gpu=True)
         context = context_of(trainer, transport, False, mode)
-        await TrainerWeights(context, Path("v3")).send([Target(url="http://a:1", info=GPU, restarts=0)], "3")
+        await TrainerWeights(context, Path("v3"), transport).send([Target(url="http://a:1", info=GPU, restarts=0)], "3")
         assert [request.beside for request in trainer.requests] == [beside]
 
     asyncio.run(test())
