@@ -1,8 +1,8 @@
 """How long a publish takes: a model of two trainer ranks (TP 2) into two receivers, against a plain copy of its bytes.
 
 `python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256]`. The receivers are those of
-tests/rollout/peer.py, that keep what they are sent in memory. Each transport is used nine times, in turn with one bucket at a time and with two
-in flight; medians without the first. `beside`: `tensor` with a receiver beside each rank.
+tests/rollout/peer.py, that keep what they are sent in memory. Each transport is used nine times, in turn with one
+bucket at a time and with two in flight; medians without the first. `beside`: `tensor` with a receiver beside each rank.
 """
 
 import argparse
