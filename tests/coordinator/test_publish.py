@@ -15,8 +15,9 @@ from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.publish import TrainerWeights
+from megatron_dapo.coordinator.publish import TrainerWeights, publish_weights
 from rollout.config import RolloutConfig
+from rollout.fleet.weight_update import PublishReport
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
@@ -88,7 +89,7 @@ def test_the_way_is_chosen_by_whose_the_gpus_are(
 ) -> None:
     assert RolloutConfig().weight_sync == "auto"
     for asked, wanted in (("auto", way), ("tensor", "tensor")):
-        config = context_of(Recorded(), asked, False, mode, servers).config
+        config = context_of(None, asked, False, mode, servers).config  # type: ignore[arg-type]
         assert config.way_of_weights(on_gpus=use_gpu, shared=shared) == wanted
 
 
@@ -200,3 +201,51 @@ def test_a_rank_that_shares_a_group_with_servers_has_their_variables_before_it_u
     with pytest.raises(Built):
         rank.build(config, 0, "file:///nowhere", 1.0)  # type: ignore[arg-type]
     assert found == [wanted]
+
+
+class Turns:
+    """Whose the memory is, and what happens in which turn."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared, self.trainer_has_it, self.told = shared, False, list[str]()
+
+    async def to_trainer(self) -> None:
+        self.trainer_has_it = self.shared
+        self.told.append("the trainer's")
+
+    async def to_servers(self, *, weights_only: bool = False) -> None:
+        self.trainer_has_it = self.shared and weights_only
+        self.told.append("room for weights" if weights_only else "the servers'")
+
+
+@pytest.mark.parametrize(("mode", "lost"), [("colocated", 0), ("colocated", 1), ("sync", 1)])
+def test_what_a_publish_does_in_whose_turn(tmp_path: Path, mode: str, lost: int) -> None:
+    """Colocated, a server that comes back later finds its weights on disk, written in the trainer's turn."""
+
+    class Noting(Recorded):
+        async def _everyone(self, name: str, call: Callable[..., object]) -> Any:
+            turns.told.append(name)
+            return await super()._everyone(name, call)
+
+    async def test() -> None:
+        context = context_of(Noting(use_gpu=True), "tensor", False, mode)
+        members = [SimpleNamespace(weight_version=3) for _ in range(2)]
+
+        async def publish_stream(weights: TrainerWeights, version: int) -> PublishReport:
+            await weights.send([Target(url="http://a:1", info=GPU, restarts=0)], str(version))
+            served = {f"http://{at}": 1 for at in range(2 - lost)}
+            return PublishReport(servers=served, bytes=1, by_disk={}, standstill_s=0.0, stopped_s=0.0)
+
+        async def wait_for(what: str, owner: str, deadline: float, work: Any, *, count: Any) -> Any:
+            return await work
+
+        context.handover = turns
+        context.run_dir = SimpleNamespace(path=tmp_path, check_there=lambda: None)
+        context.fleet = SimpleNamespace(kinds=(GPU,), members=members, publish_stream=publish_stream)
+        context.config.run.step_deadline_s, context.waits = 5.0, SimpleNamespace(wait_for=wait_for)
+        await publish_weights(context, 3)
+
+    turns = Turns(shared=mode == "colocated")
+    asyncio.run(test())
+    written = ["write"] if lost and turns.shared else []
+    assert turns.told == ["the trainer's", "room for weights", "send", *written, "the servers'"]
