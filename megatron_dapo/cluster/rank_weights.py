@@ -32,9 +32,8 @@ class RankWeights:
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
         with self._checksums(kinds) as checksums:
-            watch = (lambda name, tensor: checksums.add({name: tensor})) if kinds else None
-            self._actor.export_hf(folder, watch=watch)
-            return checksums.finish() if kinds and self._actor.rank == 0 else {}
+            self._actor.export_hf(folder, watch=lambda name, tensor: checksums.add({name: tensor}))
+            return checksums.finish() if self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
         """Into the memory of the request's servers; with servers beside the ranks, from all ranks."""

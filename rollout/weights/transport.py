@@ -178,14 +178,11 @@ class _Mapped:
 
 def _payload(handle: Handle, bucket: Any) -> str:
     """What SGLang's `update_weights_from_tensor` unpickles, as base64."""
-    metadata, start = [], 0
-    for name, shape in bucket.shapes.items():
-        size = torch.Size(shape).numel() * bucket.dtype.itemsize
-        entry = SimpleNamespace(
-            name=name, shape=torch.Size(shape), dtype=bucket.dtype, start_idx=start, end_idx=start + size, numel=size
-        )
-        metadata.append(entry)
-        start += size
+    metadata, end, dtype = [], 0, bucket.dtype
+    for name, shape in ((name, torch.Size(shape)) for name, shape in bucket.shapes.items()):
+        start, end = end, end + shape.numel() * dtype.itemsize
+        place = {"start_idx": start, "end_idx": end, "numel": end - start}
+        metadata.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
     content = {"flattened_tensor": _Mapped(handle), "metadata": metadata}
     return base64.b64encode(pickle.dumps(content)).decode()
 
