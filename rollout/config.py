@@ -108,9 +108,9 @@ class RolloutConfig:
     its server once that has them; `keep` on its old keys and values (PipelineRL, arXiv 2509.19128)."""
 
     weight_sync: Literal["auto", "disk", "tensor", "distributed"] = "auto"
-    """How new weights reach the servers (docs/weight_sync.md). `disk`: a folder that all can read; also where another
-    way fails. `tensor`: shared memory of one machine. `distributed`: a process group. `auto`: `distributed` where
-    trainer and servers have GPUs of their own, else `disk`."""
+    """How new weights reach the servers (docs/weight_sync.md, also which one `auto` takes). `disk`: a folder that all
+    can read; also where another way fails. `tensor`: shared memory of one machine, or GPUs that both use in turn.
+    `distributed`: a process group."""
 
     sync_bucket_mb: PositiveInt = 1024
     """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone."""
@@ -136,12 +136,6 @@ class RolloutConfig:
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
     verified (speculative decoding, quantization, LoRA)."""
-
-    def way_of_weights(self, *, own_gpus: bool) -> Literal["disk", "tensor", "distributed"]:
-        """`weight_sync`, decided; `own_gpus`: whether trainer and servers have GPUs, and share none."""
-        if self.weight_sync != "auto":
-            return self.weight_sync
-        return "distributed" if own_gpus else "disk"
 
     @property
     def longest_response(self) -> int:

@@ -93,7 +93,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
     loaded, lines = load_with_sources(config, overrides or [])
     print(dump_config(loaded, lines), end="")
-    ways = [loaded.rollout.way_of_weights(own_gpus=gpus and loaded.run.mode != "colocated") for gpus in (True, False)]
+    ways = [loaded.way_of_weights(on_gpus=on_gpus) for on_gpus in (True, False)]
     print(f"# new weights reach the servers by: {ways[0]} on GPUs, {ways[1]} on a CPU (rollout.weight_sync)")
     if loaded.evaluation.path is None:
         print("# evaluation.path is not set: the run trains without held-out evaluation")

@@ -1,6 +1,7 @@
 """`run.mode: colocated`: trainer and servers are on the same GPUs and use their memory in turn.
 
-    servers write  -> [servers leave] -> trainer: log-probs, update, export -> [servers come back] -> new weights -> ...
+    servers write  -> [servers leave] -> trainer: log-probs, update -> [their weights come back] -> new weights
+                   -> [all of their memory comes back] -> ...
 
     await handover.to_trainer()  # the memory is the trainer's, and stays so until the servers want it
 
@@ -37,7 +38,7 @@ class GpuHandover:
     ) -> None:
         """`report` gets a line at the first handover."""
         self._fleet, self._look, self._waits, self._report = fleet, look, waits, report
-        self._shared, self._deadline_s, self._trainer_has_it = config.mode == "colocated", config.step_deadline_s, False
+        self.shared, self._deadline_s, self.trainer_has_it = config.mode == "colocated", config.step_deadline_s, False
         self._freed: dict[int, int] = {}
         """Bytes that the servers' leaving freed on each rank's GPU."""
 
@@ -47,13 +48,13 @@ class GpuHandover:
         Raises:
             MemoryNotFree: the servers still hold memory.
         """
-        if self._trainer_has_it or not self._shared:
+        if self.trainer_has_it or not self.shared:
             return
         before = await self._look()
         release = self._fleet.release_memory()
         claims = await self._waits.wait_for("memory for the trainer", "rollout servers", self._deadline_s, release)
         after = await self._look()
-        self._trainer_has_it = True
+        self.trainer_has_it = True
         freed = {now.rank: now.free - then.free for then, now in zip(before, after, strict=True)}
         # Servers are on the GPUs of neighbouring ranks, all on as many. One that was down had nothing to leave.
         claimed = {now.rank: claims[now.rank * len(claims) // len(after)] or 0.0 for now in after}
@@ -71,17 +72,19 @@ class GpuHandover:
             self._report(f"colocated: servers leave {least:.1f} GiB of each GPU to the trainer, {after[0].line()}")
         self._freed = freed
 
-    async def to_servers(self) -> None:
-        """The servers have their memory from now on.
+    async def to_servers(self, *, weights_only: bool = False) -> None:
+        """The servers have their memory from now on; `weights_only`: that of their weights, which the trainer may send
+        now, beside its own. The rest comes with a second call.
 
         Raises:
             MemoryNotFree: the trainer still holds memory that they had left.
         """
-        if not self._trainer_has_it:
+        if not self.trainer_has_it:
             return
+        before = await self._look()
         short = [
             f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back"
-            for now in await self._look()
+            for now in before
             if now.free < self._freed[now.rank]
         ]
         if short:
@@ -89,6 +92,8 @@ class GpuHandover:
                 "rollout servers cannot take back what they left to the trainer; set actor.offload.between_phases to "
                 "all, or lower rollout.memory_fraction:\n  " + "\n  ".join(short)
             )
-        resume = self._fleet.resume_memory()
+        resume = self._fleet.resume_memory(weights_only=weights_only)
         await self._waits.wait_for("memory for the servers", "rollout servers", self._deadline_s, resume)
-        self._trainer_has_it = False
+        self.trainer_has_it = weights_only
+        for then, now in zip(before, await self._look() if weights_only else (), strict=False):
+            self._freed[now.rank] -= then.free - now.free

@@ -4,13 +4,17 @@ Where the actor's buckets meet the fleet's transports; in the process of each ra
 """
 
 import json
+from collections import ChainMap
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_dapo.actor.actor import MegatronActor
+from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
 from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.sender import GroupCache, Sent, WeightSender
@@ -28,25 +32,36 @@ class RankWeights:
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
         with self._checksums(kinds) as checksums:
-
-            def watch(name: str, tensor: torch.Tensor) -> None:
-                checksums.add({name: tensor})
-
-            self._actor.export_hf(folder, watch=watch if kinds else None)
-            return checksums.finish() if kinds and self._actor.rank == 0 else {}
+            self._actor.export_hf(folder, watch=lambda name, tensor: checksums.add({name: tensor}))
+            return checksums.finish() if self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
-        """Into the memory of the request's servers."""
+        """Into the memory of the request's servers; with servers beside the ranks, from all ranks."""
+        rank, device, gather = self._actor.rank, self._actor.device.device, None
         # Made on every rank: a model whose checksums are not known fails on all of them, and none waits for another.
         with self._checksums(kinds) as checksums:
-            if self._actor.rank != 0:
+            if request.beside:
+                each = max([target.info.tensor_parallel for target in request.targets], default=1)
+                own = tuple(target for target in request.targets if target.index * each == rank)
+                request, gather = replace(request, targets=own), partial(_beside, rank - rank % each, each)
+                checksums = checksums if rank == 0 else self._checksums(())
+            elif rank > 0:
                 self._actor.stream_weights(None, self._bucket_bytes)
                 return None
-            device = self._actor.device.device
-            with WeightSender(request, checksums, self._groups, device=device) as sender:
+            with WeightSender(request, checksums, self._groups, device, gather) as sender:
                 self._actor.stream_weights(sender, self._bucket_bytes)
-                return sender.report()
+                sent = sender.report()
+                # Inside, since until then servers may read what other ranks hold.
+                failures = gather_objects(dict(sent.failures)) if request.beside else [sent.failures]
+        if request.beside and device.type == "cuda":  # the servers take the rest of their memory next
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        return replace(sent, failures=dict(ChainMap(*failures)))
 
     def _checksums(self, kinds: Sequence[ServerInfo]) -> ChecksumStream:
         config: dict[str, Any] = json.loads((Path(self._actor.model.path) / "config.json").read_text())
         return ChecksumStream(config, hf_shapes(self._actor.hf), kinds)
+
+
+def _beside(first: int, ranks: int, value: Any) -> list[Any]:
+    return gather_objects(value)[first : first + ranks]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic.dataclasses import dataclass
@@ -65,6 +65,15 @@ class Config:
     def has_environments(self) -> bool:
         """Whether a prompt may have several turns."""
         return any(each.environment is not None for each in (self.data, *self.data.mixture, self.evaluation))
+
+    def way_of_weights(self, *, on_gpus: bool, shared: bool = False) -> Literal["disk", "tensor", "distributed"]:
+        """`rollout.weight_sync`, decided; `shared`: whether trainer and servers use a GPU at the same time."""
+        if self.rollout.weight_sync != "auto":
+            return self.rollout.weight_sync
+        if on_gpus and self.run.mode == "colocated":
+            # A server that is lost then waits for the next publish: others must serve meanwhile.
+            return "tensor" if self.rollout.servers > 1 else "disk"
+        return "distributed" if on_gpus and not shared else "disk"
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -246,8 +255,10 @@ def _of_run(config: Config) -> Iterator[str]:
         for option in config.rollout.extra_args if publish == "keep" else ():
             if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
-    if config.run.mode == "colocated" and config.rollout.weight_sync not in ("auto", "disk"):
-        yield f"rollout.weight_sync = {config.rollout.weight_sync}: run.mode=colocated needs disk"
+    way, ranks = config.rollout.weight_sync, config.rollout.servers * config.rollout.tensor_parallel
+    fits = way != "distributed" and (way != "tensor" or ranks <= config.actor.layout.world_size)
+    if config.run.mode == "colocated" and not fits:
+        yield f"rollout.weight_sync = {way}: run.mode=colocated needs disk, or tensor and {ranks} trainer ranks"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":
         yield "actor.offload.between_phases = none: run.mode=colocated needs all, so that servers have the GPUs' memory"
     if config.run.dir.startswith("~"):

@@ -29,12 +29,18 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     folder = context.run_dir.path / "weights" / f"v{version}"
     context.run_dir.check_there()
     await handover.to_trainer()
-    if way_of_weights(context) == "disk":
+    way = config.way_of_weights(on_gpus=context.trainer.on_gpu, shared=context.shared_gpu)
+    if way == "disk":
         checksums = await context.trainer.write_weights(folder, fleet.kinds)
         await handover.to_servers()
         report = await in_time(fleet.publish(folder, version, checksums))
     else:
-        report = await in_time(fleet.publish_stream(TrainerWeights(context, folder), version))
+        await handover.to_servers(weights_only=True)
+        weights = TrainerWeights(context, folder, way)
+        report = await in_time(fleet.publish_stream(weights, version))
+        if handover.shared and len(report.servers) < len(fleet.members):
+            await weights.to_disk()  # for the servers that come back: once all have their memory, it is too late
+        await handover.to_servers()
     for url, reason in report.by_disk.items():
         context.console.note(f"weight version {version}: sending to {url} failed; it reads from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
@@ -51,37 +57,34 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     }
 
 
-def way_of_weights(context: RunContext) -> Literal["disk", "tensor", "distributed"]:
-    """`rollout.weight_sync`, decided for this run."""
-    shared = context.shared_gpu or context.config.run.mode == "colocated"
-    return context.config.rollout.way_of_weights(own_gpus=context.trainer.on_gpu and not shared)
-
-
 class TrainerWeights:
     """The weights that the trainer holds when this is made (rollout.fleet.weight_update.WeightStream)."""
 
-    def __init__(self, context: RunContext, folder: Path) -> None:
+    def __init__(self, context: RunContext, folder: Path, way: Literal["tensor", "distributed"]) -> None:
         """`folder`: where they are written if a server has to read them."""
+        self._way = way
         self._context, self._trainer, self._fleet, self._folder = context, context.trainer, context.fleet, folder
         self._changes = context.trainer.weight_changes
+        self._written: OnDisk | None = None
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         config = self._context.config
-        transport = way_of_weights(self._context)
-        assert transport != "disk"
         on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
         request = SendRequest(
-            transport=transport,
+            transport=self._way,
             targets=tuple(targets),
             label=label,
             deadline_s=config.rollout.sync_deadline_s,
             backend="nccl" if on_gpu and not self._context.shared_gpu else "gloo",
             api_key_file=key_file(config, self._context.run_dir.path),
+            beside=self._way == "tensor" and self._context.handover.shared,
         )
         return await self._trainer.send_weights(request, self._fleet.kinds)
 
     async def to_disk(self) -> OnDisk | None:
-        if self._trainer.weight_changes != self._changes:
-            return None
-        # Calls to the ranks keep their order: whatever changes the weights later comes after this.
-        return OnDisk(folder=self._folder, checksums=await self._trainer.write_weights(self._folder, self._fleet.kinds))
+        handover, unchanged = self._context.handover, self._trainer.weight_changes == self._changes
+        if self._written is None and unchanged and (handover.trainer_has_it or not handover.shared):
+            # Calls to the ranks keep their order: whatever changes the weights later comes after this.
+            checksums = await self._trainer.write_weights(self._folder, self._fleet.kinds)
+            self._written = OnDisk(folder=self._folder, checksums=checksums)
+        return self._written

@@ -79,8 +79,7 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
     room = f"{free / 1e9:.0f} GB free in {folder}; weights and checkpoints need {needed / 1e9:.1f} GB"
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
         yield passed(room) if free >= needed else failed(room, FIX["disk"])
-    own_gpus = facts.on_gpus and facts.config.run.mode != "colocated"
-    yield passed(f"new weights reach the servers by: {facts.config.rollout.way_of_weights(own_gpus=own_gpus)}")
+    yield passed(f"new weights reach the servers by: {facts.config.way_of_weights(on_gpus=facts.on_gpus)}")
 
 
 def _scenario(config: Config) -> Scenario:

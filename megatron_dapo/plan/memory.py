@@ -185,8 +185,7 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     update["activations"] = kept * spare
     if rows := tokens * routing_bytes(case.config, hf):
         forward["routing"], update["routing"] = float(rows), rows * alive
-    sync = {"sync bucket": rank_bytes(case)} if stage == 0 else {}
-    extra = {"log-probs": forward, "update": update, "weight sync": sync}
+    extra = {"log-probs": forward, "update": update, "weight sync": rank_bytes(case, stage)}
     for phase in PHASES:
         away = _away(actor.offload, phase)
         items[phase] = {name: value for name, value in resident.items() if name not in away} | extra.get(phase, {})

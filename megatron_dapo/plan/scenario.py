@@ -100,6 +100,7 @@ class Calibration:
     disk_read: PositiveFloat
     gather_bandwidth: PositiveFloat
     send_bandwidth: PositiveFloat
+    load_bandwidth: PositiveFloat
     mean_response: PositiveFloat
     response_sigma: NonNegativeFloat
     difficulty_share: Annotated[float, Field(ge=0, le=1)]
@@ -169,7 +170,7 @@ class Scenario:
     @property
     def weight_sync(self) -> str:
         """`rollout.weight_sync`, decided for GPUs."""
-        return self.config.rollout.way_of_weights(own_gpus=self.config.run.mode != "colocated")
+        return self.config.way_of_weights(on_gpus=True)
 
     @property
     def servers(self) -> int:

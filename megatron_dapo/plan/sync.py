@@ -23,7 +23,10 @@ def sync_seconds(case: Scenario) -> float:
     experts, split = expert_parameters(case.hf) * case.dtype_bytes, layout.expert * layout.expert_tensor
     parts = ((model - experts, layout.tensor * layout.pipeline), (experts, split * layout.pipeline))
     gather = sum(size * (1 - 1 / shards) / constants.link(shards) for size, shards in parts)
-    if way == "tensor":
+    if in_turn(case):
+        gather += model / constants.link(layout.world_size)  # by a broadcast to every rank, beside which a server's is
+        send = model / constants.load_bandwidth
+    elif way == "tensor":
         # To the host once; then every rank of every server takes its share, each over a link of its own.
         share = model / case.config.rollout.tensor_parallel
         send = (model + share) / constants.host_bandwidth
@@ -52,13 +55,22 @@ def bucket_bytes(case: Scenario) -> float:
     return max(float(case.config.rollout.sync_bucket_mb << 20), largest_parameter(case))
 
 
-def rank_bytes(case: Scenario) -> float:
-    """On the GPU of trainer rank 0: the whole of one parameter is gathered there, and joined once more, in a copy
-    (`disk`) or in its bucket, while the bucket before is sent."""
+def in_turn(case: Scenario) -> bool:
+    """Whether weights go from GPU memory of the trainer to servers on the same GPUs."""
+    return case.weight_sync == "tensor" and case.config.run.mode == "colocated"
+
+
+def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
+    """On a trainer rank's GPU, by what holds them. On rank 0 the whole of one parameter is gathered, and joined once
+    more, in a copy (`disk`) or in its bucket, while the bucket before is sent. `in_turn` every rank has the buckets."""
+    beside = {"servers' weights": case.model_bytes / case.config.rollout.tensor_parallel} if in_turn(case) else {}
     largest = largest_parameter(case)
     joined = largest if case.weight_sync == "disk" else 2 * bucket_bytes(case)
+    if stage > 0:
+        return beside and {"sync bucket": joined} | beside
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
-    return largest + joined + 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
+    fused = 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
+    return {"sync bucket": largest + joined + fused} | beside
 
 
 def server_bytes(case: Scenario) -> float:
@@ -69,10 +81,10 @@ def server_bytes(case: Scenario) -> float:
 
 def host_bytes(case: Scenario) -> dict[str, float]:
     """In host memory of trainer rank 0, and of all nodes that read a weight version, by what holds them."""
+    if case.weight_sync == "distributed" or in_turn(case):
+        return {}
     if case.weight_sync == "tensor":
         return {"rank 0: one bucket": bucket_bytes(case)}
-    if case.weight_sync == "distributed":
-        return {}
     file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)
     return {
         "rank 0: one file of an export and one tensor": file,

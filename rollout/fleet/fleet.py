@@ -169,9 +169,13 @@ class RolloutFleet:
         """
         return await self._supervisor.release_memory()
 
-    async def resume_memory(self) -> None:
-        """The servers take back what they left, weights included, and serve."""
-        await self._supervisor.resume_memory()
+    async def resume_memory(self, *, weights_only: bool = False) -> None:
+        """The servers take back what they left, weights included, and serve.
+
+        Args:
+            weights_only: first only the memory of the weights, for a publish; they serve after a second call.
+        """
+        await self._supervisor.resume_memory(weights_only=weights_only)
 
     async def close(self) -> None:
         """Ends the servers that this fleet started, and every wait for one. May be called twice."""

@@ -46,6 +46,8 @@ class Supervisor:
     _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _may_start: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Not set while the memory is the trainer's."""
+    _missing: Sequence[str] | None = field(default=None, init=False)
+    """Parts of their memory that servers which were released do not have back. None: all."""
     _starts: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     """Restarts of servers' processes that are under way."""
 
@@ -116,11 +118,18 @@ class Supervisor:
             await asyncio.wait(self._starts)
         return tuple(await asyncio.gather(*map(self._release, self.members)))
 
-    async def resume_memory(self) -> None:
-        """Returns when every server that gave its memory up has it back. The others may be restarted again."""
-        await asyncio.gather(*(self._resume(member) for member in self.members if member.serving))
-        self._may_start.set()
-        self.balancer.open()
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        """Returns when every server that gave its memory up has it back. The others may be restarted again.
+
+        Args:
+            weights_only: so that new ones can come; the rest is for a second call, and all waits go on until then.
+        """
+        later = ("kv_cache", "cuda_graph")  # by SGLang's names
+        parts, self._missing = (("weights",), later) if weights_only else (self._missing, None)
+        await asyncio.gather(*(self._resume(member, parts) for member in self.members if member.serving))
+        if not weights_only:
+            self._may_start.set()
+            self.balancer.open()
 
     async def _release(self, member: Member) -> float | None:
         try:
@@ -135,10 +144,10 @@ class Supervisor:
         await member.engine.close()
         return None
 
-    async def _resume(self, member: Member) -> None:
+    async def _resume(self, member: Member, parts: Sequence[str] | None) -> None:
         try:
             with member.busy():
-                await member.call(member.client.resume_memory(self.timing.load_deadline_s))
+                await member.call(member.client.resume_memory(self.timing.load_deadline_s, parts))
         except errors.ServerUnavailable as error:
             member.enter(State.DOWN, f"taking its memory back: {error}")
 

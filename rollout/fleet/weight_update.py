@@ -190,6 +190,7 @@ class Publisher:
                 raise FileNotFoundError(f"{weights.folder}: a publish needs config.json and .safetensors files there")
         published = Published(weight_version, weights)
         async with self._one_at_a_time:
+            was_open = self.balancer.is_open  # else the servers have no memory yet for requests, nor to start again
             if restart:
                 self.balancer.close()
             try:
@@ -208,10 +209,11 @@ class Publisher:
                     raise
                 servers = {member.url: compared for member, compared in updated.items() if compared is not None}
             finally:
-                self.balancer.open()
+                if was_open:
+                    self.balancer.open()
             if restart:
                 published.resumed = dict.fromkeys(published.resumed, time.monotonic())
-            if not servers:  # waits for one, before all requests and no longer than they would
+            if not servers and was_open:  # waits for one, before all requests and no longer than they would
                 self.balancer.release(await self.balancer.acquire("publish", priority=-sys.maxsize))
             by_disk = {url: failure.reason for url, failure in sent.failures.items()}
             return PublishReport(servers=servers, bytes=sent.bytes, by_disk=by_disk, **published.stood_still())
@@ -267,7 +269,8 @@ class Publisher:
         await self._drain(member)
         await member.call(self._stop_drawing(member, flush=member not in published.keeping))
         assert member.info is not None
-        return Target(url=member.url, info=member.info, restarts=member.restarts)
+        index = self.balancer.members.index(member)
+        return Target(url=member.url, info=member.info, restarts=member.restarts, index=index)
 
     async def _drain_or_end(self, member: Member) -> None:
         try:

@@ -82,9 +82,9 @@ def group_environment(config: RolloutConfig, *, own_gpus: bool) -> dict[str, str
     """Variables that both ends of a process group over NCCL need, trainer ranks and servers, where nobody has set them.
 
     SGLang sets them for itself. A trainer with NCCL's defaults would exchange memory handles of another kind.
-    `own_gpus`: as for `RolloutConfig.way_of_weights`.
+    `own_gpus`: whether trainer and servers have GPUs, and share none.
     """
-    if config.way_of_weights(own_gpus=own_gpus) != "distributed":
+    if config.weight_sync not in ("distributed", "auto" if own_gpus else ""):
         return {}
     symmetric = "--enable-symm-mem" in config.extra_args
     sharp = symmetric or "--enable-nccl-nvls" in config.extra_args

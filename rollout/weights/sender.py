@@ -8,18 +8,22 @@ While that thread sends, loads and hashes one bucket, the ranks gather the next:
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
 from rollout.wire.client import ServerInfo, SglangClient
+
+Gather = Callable[[Any], Sequence[Any]] | None
+"""What each rank beside the same server gives, the one that sends to it first; collective over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +65,14 @@ class WeightSender:
     """
 
     def __init__(
-        self, request: SendRequest, checksums: ChecksumStream, groups: GroupCache, *, device: torch.device
+        self, request: SendRequest, checksums: ChecksumStream, groups: GroupCache, device: torch.device, gather: Gather
     ) -> None:
-        """`device`: where the trainer's weights are."""
+        """
+        Args:
+            device: where the trainer's weights are.
+            gather: with servers beside the trainer's ranks; then all have a sender, and rank 0 broadcasts each bucket.
+        """
+        self._gather = gather
         self._request, self._checksums, self._groups, self._device = request, checksums, groups, device
         self._transport: SharedMemoryTransport | GroupTransport | None = None
         self._clients: dict[str, SglangClient] = {}
@@ -82,6 +91,7 @@ class WeightSender:
         if self._under_way is not None:
             wait([self._under_way])
         self._run(self._close()).result()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
 
@@ -97,9 +107,15 @@ class WeightSender:
         """Returns when the bucket before is sent and hashed, and its memory may be used again; this one is then under
         way."""
         self._finish()
+        source: Any = self._buffer
+        if self._gather is not None and isinstance(self._transport, SharedMemoryTransport):
+            dist.broadcast(source, src=0)
+            # For a server that is lost no handle is made: it would never let the memory go.
+            wanted = self._gather(bool(self._clients))[0]
+            source = self._gather(self._transport.handle(source) if wanted else None)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._under_way = self._run(self._pass_on(self._buffer, bucket, tensors))
+        self._under_way = self._run(self._pass_on(source, bucket, tensors))
 
     def _finish(self) -> None:
         if self._under_way is not None:
@@ -114,12 +130,12 @@ class WeightSender:
 
         return self._thread.submit(run)
 
-    async def _pass_on(self, buffer: Tensor, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
+    async def _pass_on(self, source: Any, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
         self._bytes += bucket.size
         label = self._request.label if self._checksums.missing <= tensors.keys() else None
         work: list[Coroutine[Any, Any, None]] = []
         if self._clients and self._transport is not None:
-            work.append(self._drop_failed(self._transport.send(buffer, bucket, self._clients, label)))
+            work.append(self._drop_failed(self._transport.send(source, bucket, self._clients, label)))
         # Both to their ends, whatever becomes of the other: they use the buffer.
         done = await asyncio.gather(*work, asyncio.to_thread(self._hash, tensors), return_exceptions=True)
         for error in filter(None, done):

@@ -1,7 +1,6 @@
-"""How a bucket of weights gets into paused servers without a file: by shared memory of this machine, or by a process
-group.
+"""How a bucket of weights gets into paused servers without a file: by memory that they map, or by a process group.
 
-Both use SGLang's flattened bucket: all bytes in one piece, and where each tensor lies in it.
+All use SGLang's flattened bucket: all bytes in one piece, and where each tensor lies in it.
 """
 
 import asyncio
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, distributed_c10d
+from torch.multiprocessing import reductions
 
 from rollout.errors import RolloutError, ServerRefused
 from rollout.wire.client import ServerInfo, SglangClient
@@ -35,6 +35,12 @@ GRACE_S = 3.0
 
 _NEVER = timedelta(days=7)
 """Limit of torch's own watchdog, which would end the process. The transport has deadlines of its own."""
+
+Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""What another process calls, and with what, to have a bucket's memory as a tensor."""
+
+_DEVICE = 6
+"""Place of the GPU's number in a handle. Another process may count otherwise; SGLang's end takes the UUID too."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that a group reads when it is made. By default torch ends the process when a rank of the group is lost, and
@@ -49,6 +55,8 @@ class Target:
     info: ServerInfo
     restarts: int
     """Restarts of the server so far. A server that was restarted is in no process group any more."""
+    index: int = 0
+    """Its place in the fleet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +73,9 @@ class SendRequest:
     backend: Literal["nccl", "gloo"]
     """Of a process group."""
     api_key_file: Path | None
+    beside: bool = False
+    """Whether the ranks of the servers, in the fleet's order, use the devices of trainer ranks 0, 1, ...: with `tensor`
+    each then gets its weights from the rank beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,25 +91,19 @@ class SharedMemoryTransport:
     """Memory of this machine without a name in the file system, so it is freed when this process ends.
 
     The servers map it read-only, and each rank reads its share. They must run on this machine as the same user. Weights
-    on a GPU are gathered and hashed there, and copied to the memory bucket by bucket; on a CPU they are gathered in it,
-    in two pieces in turn.
+    on a GPU are gathered and hashed there, and copied to the memory bucket by bucket, or mapped there by the servers'
+    ranks on that GPU; on a CPU they are gathered in it, in two pieces in turn.
     """
 
     def __init__(self, request: SendRequest, device: torch.device) -> None:
-        """
-        Args:
-            device: where buckets are filled: that of the trainer's weights.
-
-        Raises:
-            RolloutError: a target is on another machine.
-        """
+        """`device`: where buckets are filled: that of the trainer's weights. RolloutError: a target is elsewhere."""
         for target in request.targets:
             with suppress(OSError):  # raised where there is no way to it
                 theirs, ours = _addresses(target.url)
                 if theirs == ours or ip_address(ours).is_loopback:
                     continue
             remedy = "rollout.weight_sync must be distributed or disk"
-            raise RolloutError(f"{target.url}: not on the machine of trainer rank 0; {remedy}")
+            raise RolloutError(f"{target.url}: not on the machine of the trainer rank that sends to it; {remedy}")
         self._ranks = {target.url: target.info.tensor_parallel for target in request.targets}
         self._device, self._deadline_s = device, request.deadline_s
         self._pieces, self._turn = (_SharedMemory(), _SharedMemory()), 0
@@ -110,25 +115,33 @@ class SharedMemoryTransport:
         self._turn = 1 - self._turn
         return self._pieces[self._turn].sized(size)
 
+    def handle(self, buffer: Tensor) -> Handle:
+        """To a filled buffer, for one process; one on a GPU (CUDA IPC) is kept by torch until that lets it go."""
+        if buffer.is_cuda:
+            rebuild, arguments = reductions.reduce_tensor(buffer)
+            gpu = str(torch.cuda.get_device_properties(buffer.device).uuid)
+            return rebuild, (*arguments[:_DEVICE], gpu, *arguments[_DEVICE + 1 :])
+        path = next(each.path for each in self._pieces if each.memory.data_ptr() == buffer.data_ptr())
+        return functools.partial(torch.from_file, dtype=torch.uint8), (path, False, buffer.numel())
+
     async def send(
-        self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
+        self, source: Tensor | Sequence[Handle], bucket: Any, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:
         """Returns when every server has loaded the bucket; {url: why} of those that have not.
 
         Args:
-            buffer: uint8 [size], in which its tensors lie one behind the other.
+            source: uint8 [size], in which its tensors lie one behind the other; or a handle for each of the server's
+                ranks.
             bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.hf_weights.Bucket).
             label: the servers' new name of their weights, sent with the last bucket.
         """
-        piece = self._pieces[0]
-        if buffer.device.type != "cpu":
-            piece.sized(buffer.numel()).copy_(buffer)
-        elif piece.memory.data_ptr() != buffer.data_ptr():
-            piece = self._pieces[1]
-        payload = _payload(piece.path, bucket)
-        calls = {}
+        if isinstance(source, Tensor):
+            if source.device.type != "cpu":
+                source = self._pieces[0].sized(source.numel()).copy_(source)
+            source = [self.handle(source)] * max(self._ranks.values())
+        payloads, calls = [_payload(handle, bucket) for handle in source], {}
         for url, client in clients.items():
-            body = {"serialized_named_tensors": [payload] * self._ranks[url], "load_format": "flattened_bucket"}
+            body = {"serialized_named_tensors": payloads[: self._ranks[url]], "load_format": "flattened_bucket"}
             calls[url] = client.update_weights("tensor", body, label, self._deadline_s)
         return await failures_of(calls)
 
@@ -153,27 +166,24 @@ class _SharedMemory:
         return self.memory[:size]
 
 
-class _MappedMemory:
+class _Mapped:
     """Pickles as the call that maps the memory; SGLang's unpickler admits functions of torch."""
 
-    def __init__(self, path: str, size: int) -> None:
-        self.path, self.size = path, size
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
 
-    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[str, bool, int]]:
-        return functools.partial(torch.from_file, dtype=torch.uint8), (self.path, False, self.size)
+    def __reduce__(self) -> Handle:
+        return self._handle
 
 
-def _payload(path: str, bucket: Any) -> str:
+def _payload(handle: Handle, bucket: Any) -> str:
     """What SGLang's `update_weights_from_tensor` unpickles, as base64."""
-    metadata, start = [], 0
-    for name, shape in bucket.shapes.items():
-        size = torch.Size(shape).numel() * bucket.dtype.itemsize
-        entry = SimpleNamespace(
-            name=name, shape=torch.Size(shape), dtype=bucket.dtype, start_idx=start, end_idx=start + size, numel=size
-        )
-        metadata.append(entry)
-        start += size
-    content = {"flattened_tensor": _MappedMemory(path, start), "metadata": metadata}
+    metadata, end, dtype = [], 0, bucket.dtype
+    for name, shape in ((name, torch.Size(shape)) for name, shape in bucket.shapes.items()):
+        start, end = end, end + shape.numel() * dtype.itemsize
+        place = {"start_idx": start, "end_idx": end, "numel": end - start}
+        metadata.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
+    content = {"flattened_tensor": _Mapped(handle), "metadata": metadata}
     return base64.b64encode(pickle.dumps(content)).decode()
 
 

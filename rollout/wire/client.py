@@ -1,7 +1,7 @@
 """SGLang's HTTP interface, as far as the fleet uses it: one client a server. Versions 0.5.17 to 0.5.23."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -228,9 +228,9 @@ class SglangClient:
         """Leaves its accelerators' memory. Its scheduler crashes on this call while a request runs."""
         await self._call("/release_memory_occupation", {}, deadline_s)
 
-    async def resume_memory(self, deadline_s: float) -> None:
-        """Takes back what it left, weights included."""
-        await self._call("/resume_memory_occupation", {}, deadline_s)
+    async def resume_memory(self, deadline_s: float, parts: Sequence[str] | None = None) -> None:
+        """Takes back what it left, weights included, or of it the `parts`, by SGLang's names."""
+        await self._call("/resume_memory_occupation", {} if parts is None else {"tags": list(parts)}, deadline_s)
 
     async def update_weights(
         self,

@@ -16,8 +16,8 @@ TOTAL = 80
 class Gpus:
     """Two GPUs of 80 GiB, with a server and a trainer rank on each; amounts in GiB."""
 
-    def __init__(self, *, server=50, trainer=4, stays=0):
-        self.server, self.trainer, self.stays = server, trainer, stays
+    def __init__(self, *, server=50, trainer=4, stays=0, weights=16):
+        self.server, self.trainer, self.stays, self.weights = server, trainer, stays, weights
         self.held_by_servers = server
         self.calls: list[str] = []
 
@@ -26,9 +26,9 @@ class Gpus:
         self.held_by_servers = self.stays
         return (float(self.server), float(self.server))
 
-    async def resume_memory(self):
-        self.calls.append("resume")
-        self.held_by_servers = self.server
+    async def resume_memory(self, *, weights_only):
+        self.calls.append("resume weights" if weights_only else "resume")
+        self.held_by_servers = self.weights if weights_only else self.server
 
     async def look(self):
         free = (TOTAL - self.held_by_servers - self.trainer) * GIB
@@ -117,6 +117,29 @@ def test_a_trainer_that_keeps_memory_is_named_before_the_servers_fail_for_it():
         await handover.to_servers()
 
     with_handover(gpus, test)
+
+
+def test_for_a_publish_the_servers_have_their_weights_memory_first():
+    """It is the trainer's turn until they have all, and then only what is still to come must be free."""
+    gpus = Gpus()
+
+    async def test(handover):
+        for _ in range(2):
+            await handover.to_trainer()
+            await handover.to_servers(weights_only=True)
+            assert handover.trainer_has_it
+            await handover.to_trainer()
+            gpus.trainer = 44  # the rest of theirs, 34, finds 20
+            with pytest.raises(MemoryNotFree, match=r"20\.0 of 80\.0 GiB free, 44\.0 .*, 34\.0 wanted back"):
+                await handover.to_servers()
+            gpus.trainer = 30
+            await handover.to_servers()
+            assert not handover.trainer_has_it
+            gpus.trainer = 4
+        await handover.to_servers(weights_only=True)  # theirs already
+
+    with_handover(gpus, test)
+    assert gpus.calls == ["release", "resume weights", "resume"] * 2
 
 
 def test_a_handover_that_does_not_end_is_named():

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,10 @@ class Started:
     def held(self) -> tuple[str, dict]:
         with safe_open(self.folder / "held.safetensors", framework="pt") as file:
             return file.metadata()["label"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def sources(self) -> list[str]:
+        with safe_open(self.folder / "held.safetensors", framework="pt") as file:
+            return file.metadata()["sources"].split()
 
 
 @contextlib.contextmanager
@@ -141,8 +145,52 @@ def test_by_group_all_fail_in_time_and_the_next_group_works(folder, tmp_path, fa
             assert_same_tensors(tensors, read_folder(folder))
 
 
+def beside(started: list[Started], each: int = 1, **changes) -> SendRequest:
+    """The servers in their places, of `each` ranks."""
+    info = replace(ONE, tensor_parallel=each)
+    targets = tuple(replace(one.target, index=index, info=info) for index, one in enumerate(started))
+    return replace(request("tensor", started), targets=targets, beside=True, **changes)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_beside_the_trainers_ranks_each_servers_rank_maps_the_memory_of_its_own(folder, tmp_path, each):
+    """Two servers of one rank, or one of two; the first rank beside a server sends."""
+    with peers(tmp_path, *[()] * (2 // each)) as started:
+        asked, kind = beside(started, each), replace(ONE, tensor_parallel=each)
+        again = replace(asked, label="8")
+        first, second = run_ranks(2, send, folder, [asked, again], [kind], BUCKET, timeout_s=120)
+        for sent in first:
+            assert sent.failures == {}
+            assert sent.checksums == {kind: expected_checksums(folder, kind)}
+            assert sent.bytes > 2 * BUCKET
+        sources = [one.sources() for one in started]
+        assert [len(each_ones) for each_ones in sources] == [each] * len(started)
+        assert len({pid for each_ones in sources for pid in each_ones}) == 2
+        for one in started:
+            held, tensors = one.held()
+            assert held == "8"
+            assert_same_tensors(tensors, read_folder(folder))
+        assert all(sent.checksums.get(kind, {}) == {} for sent in second), "hashed once"
+
+
+@pytest.mark.parametrize("fault", [("exit", 1), ("hang", 1), ("refuse", 1)], ids=lambda value: value[0])
+def test_beside_the_trainers_ranks_one_peer_fails_alone(folder, tmp_path, fault):
+    """Rank 0 is told of it, and next time the server that is left is sent to alone."""
+    with peers(tmp_path, (), fault) as started:
+        good, bad = started
+        asked = beside(started, deadline_s=3.0)
+        alone = replace(asked, targets=asked.targets[:1], label="8")
+        (sent, again), _ = run_ranks(2, send, folder, [asked, alone], [ONE], BUCKET, timeout_s=120)
+        assert list(sent.failures) == [bad.target.url]
+        assert sent.failures[bad.target.url].answers is (fault[0] == "refuse")
+        assert again.failures == {}
+        held, tensors = good.held()
+        assert held == "8"
+        assert_same_tensors(tensors, read_folder(folder))
+
+
 def test_memory_is_not_shared_with_another_machine(folder):
     far = Target(url="http://192.0.2.1:30000", info=ONE, restarts=0)
     asked = SendRequest(transport="tensor", targets=(far,), label="1", deadline_s=5, backend="gloo", api_key_file=None)
     first, _ = errors_of(2, send, folder, [asked], [ONE], BUCKET)
-    assert "192.0.2.1:30000: not on the machine of trainer rank 0" in first
+    assert "192.0.2.1:30000: not on the machine of the trainer rank" in first

@@ -51,6 +51,7 @@ class PoolTrainer:
         """
         Args:
             run: RankPool.run.
+            transport: of SendRequest, or "beside": `tensor` with each server beside a rank.
             place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype` as for `send`.
         """
         self.run, self.folder, self.transport, self.deadline_s = run, folder, transport, deadline_s
@@ -62,7 +63,8 @@ class PoolTrainer:
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         request = SendRequest(
-            transport=self.transport,  # type: ignore[arg-type]
+            transport="tensor" if self.transport == "beside" else self.transport,  # type: ignore[arg-type]
+            beside=self.transport == "beside",
             targets=tuple(targets),
             label=label,
             deadline_s=self.deadline_s,

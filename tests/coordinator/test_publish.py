@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
-from megatron_dapo.coordinator.publish import TrainerWeights, way_of_weights
+from megatron_dapo.config import Config
+from megatron_dapo.coordinator.publish import TrainerWeights, publish_weights
 from rollout.config import RolloutConfig
+from rollout.fleet.weight_update import PublishReport
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
@@ -41,14 +44,26 @@ class Recorded(Trainer):
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
-    return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"))
+    return TrainerWeights(context_of(trainer, transport, shared_gpu), Path("weights/v3"), transport)  # type: ignore
 
 
-def context_of(trainer: Trainer, transport: str, shared_gpu: bool, mode: str = "sync") -> Any:
+def context_of(
+    trainer: Trainer,
+    transport: str,
+    shared_gpu: bool,
+    mode: str = "sync",
+    servers: int = 2,
+    *,
+    trainer_has_it: bool = True,
+) -> Any:
+    config = SimpleNamespace(
+        rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0, servers=servers),
+        run=SimpleNamespace(mode=mode),
+    )
+    config.way_of_weights = partial(Config.way_of_weights, config)
     return SimpleNamespace(
-        config=SimpleNamespace(
-            rollout=RolloutConfig(weight_sync=transport, sync_deadline_s=7.0), run=SimpleNamespace(mode=mode)
-        ),
+        config=config,
+        handover=SimpleNamespace(shared=mode == "colocated", trainer_has_it=trainer_has_it),
         run_dir=SimpleNamespace(path=Path("/run")),
         trainer=trainer,
         fleet=SimpleNamespace(kinds=(CPU,)),
@@ -57,38 +72,68 @@ def context_of(trainer: Trainer, transport: str, shared_gpu: bool, mode: str = "
 
 
 @pytest.mark.parametrize(
-    ("use_gpu", "shared", "mode", "way"),
+    ("use_gpu", "shared", "mode", "servers", "way"),
     [
-        (True, False, "sync", "distributed"),
-        (True, False, "async", "distributed"),
-        (True, True, "sync", "disk"),
-        (True, False, "colocated", "disk"),
-        (False, False, "sync", "disk"),
+        (True, False, "sync", 1, "distributed"),
+        (True, False, "async", 2, "distributed"),
+        (True, True, "sync", 1, "disk"),
+        (True, False, "colocated", 2, "tensor"),
+        (True, True, "colocated", 2, "tensor"),
+        (True, False, "colocated", 1, "disk"),
+        (False, False, "colocated", 2, "disk"),
+        (False, False, "sync", 2, "disk"),
     ],
 )
-def test_the_way_is_chosen_by_whose_the_gpus_are(use_gpu: bool, shared: bool, mode: str, way: str) -> None:
-    async def test() -> None:
-        trainer = Recorded(use_gpu=use_gpu)
-        assert RolloutConfig().weight_sync == "auto"
-        assert way_of_weights(context_of(trainer, "auto", shared, mode)) == way
-        assert way_of_weights(context_of(trainer, "tensor", shared, mode)) == "tensor"
-
-    asyncio.run(test())
+def test_the_way_is_chosen_by_whose_the_gpus_are(
+    use_gpu: bool, shared: bool, mode: str, servers: int, way: str
+) -> None:
+    assert RolloutConfig().weight_sync == "auto"
+    for asked, wanted in (("auto", way), ("tensor", "tensor")):
+        config = context_of(None, asked, False, mode, servers).config  # type: ignore[arg-type]
+        assert config.way_of_weights(on_gpus=use_gpu, shared=shared) == wanted
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
     async def test() -> None:
         trainer = Recorded()
-        held = weights(trainer)
+        held, too_late = weights(trainer), weights(trainer)
         written = await held.to_disk()
         assert written is not None
         assert written.folder == Path("weights/v3")
         await trainer.update([], None, 1.0)  # type: ignore[arg-type]
-        assert await held.to_disk() is None
+        assert await too_late.to_disk() is None
+        assert await held.to_disk() is written  # the folder stays until the next publish
         assert trainer.asked == ["write", "update"]
         assert await weights(trainer).to_disk() is not None  # those of the next publish
         await trainer.load_checkpoint(Path("step_1"))
-        assert await held.to_disk() is None
+        assert await too_late.to_disk() is None
+
+    asyncio.run(test())
+
+
+def test_colocated_they_are_written_in_the_trainers_turn_only() -> None:
+    """Beside servers that have their memory the weights would not fit."""
+
+    async def test() -> None:
+        trainer = Recorded(use_gpu=True)
+        for mode, has_it, written in (("colocated", True, 1), ("colocated", False, 1), ("sync", False, 2)):
+            context = context_of(trainer, "auto", False, mode, trainer_has_it=has_it)
+            found = await TrainerWeights(context, Path("weights/v3"), "tensor").to_disk()
+            assert (found is not None, trainer.asked) == (has_it or mode == "sync", ["write"] * written)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("mode", "transport", "beside"),
+    [("colocated", "tensor", True), ("sync", "tensor", False), ("async", "distributed", False)],
+)
+def test_in_turn_each_rank_sends_to_the_server_beside_it(mode: str, transport: Any, beside: bool) -> None:
+    async def test() -> None:
+        trainer = Recorded(use_gpu=True)
+        context = context_of(trainer, transport, False, mode)
+        await TrainerWeights(context, Path("v3"), transport).send([Target(url="http://a:1", info=GPU, restarts=0)], "3")
+        assert [request.beside for request in trainer.requests] == [beside]
 
     asyncio.run(test())
 
@@ -181,3 +226,51 @@ def test_a_rank_with_a_gpu_to_itself_has_memory_in_segments_that_grow(
 ) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     assert environment_of_an_actor(monkeypatch, names, users, sync="disk", device="cuda", mode=mode) == wanted
+
+
+class Turns:
+    """Whose the memory is, and what happens in which turn."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared, self.trainer_has_it, self.told = shared, False, list[str]()
+
+    async def to_trainer(self) -> None:
+        self.trainer_has_it = self.shared
+        self.told.append("the trainer's")
+
+    async def to_servers(self, *, weights_only: bool = False) -> None:
+        self.trainer_has_it = self.shared and weights_only
+        self.told.append("room for weights" if weights_only else "the servers'")
+
+
+@pytest.mark.parametrize(("mode", "lost"), [("colocated", 0), ("colocated", 1), ("sync", 1)])
+def test_what_a_publish_does_in_whose_turn(tmp_path: Path, mode: str, lost: int) -> None:
+    """Colocated, a server that comes back later finds its weights on disk, written in the trainer's turn."""
+
+    class Noting(Recorded):
+        async def _everyone(self, name: str, call: Callable[..., object]) -> Any:
+            turns.told.append(name)
+            return await super()._everyone(name, call)
+
+    async def test() -> None:
+        context = context_of(Noting(use_gpu=True), "tensor", False, mode)
+        members = [SimpleNamespace(weight_version=3) for _ in range(2)]
+
+        async def publish_stream(weights: TrainerWeights, version: int) -> PublishReport:
+            await weights.send([Target(url="http://a:1", info=GPU, restarts=0)], str(version))
+            served = {f"http://{at}": 1 for at in range(2 - lost)}
+            return PublishReport(servers=served, bytes=1, by_disk={}, standstill_s=0.0, stopped_s=0.0)
+
+        async def wait_for(what: str, owner: str, deadline: float, work: Any, *, count: Any) -> Any:
+            return await work
+
+        context.handover = turns
+        context.run_dir = SimpleNamespace(path=tmp_path, check_there=lambda: None)
+        context.fleet = SimpleNamespace(kinds=(GPU,), members=members, publish_stream=publish_stream)
+        context.config.run.step_deadline_s, context.waits = 5.0, SimpleNamespace(wait_for=wait_for)
+        await publish_weights(context, 3)
+
+    turns = Turns(shared=mode == "colocated")
+    asyncio.run(test())
+    written = ["write"] if lost and turns.shared else []
+    assert turns.told == ["the trainer's", "room for weights", "send", *written, "the servers'"]

@@ -73,6 +73,18 @@ class Kept:
         self.held |= {name: tensor.cpu().float().numpy().copy() for name, tensor in tensors.items()}
 
 
+class Spread(Kept):
+    """One of every rank's: each bucket comes from rank 0, as with servers beside the ranks."""
+
+    def buffer(self, size: int) -> torch.Tensor:
+        self.memory = super().buffer(size)
+        return self.memory
+
+    def put(self, bucket: Any, tensors: Any) -> None:
+        dist.broadcast(self.memory, src=0)
+        super().put(bucket, tensors)
+
+
 def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[str, Any], data: Columns, out: Path):
     """All that a run asks of an actor, in one; on rank 0 what came out of it, by name."""
     optimizer = OPTIMIZER | {"distributed": fields.pop("distributed", False)}
@@ -117,6 +129,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
     sink = Kept(actor.device.device)
     actor.stream_weights(sink if place.rank == 0 else None, 20_000)
     note("weights", sink.held)
+    everywhere = Spread(actor.device.device)
+    actor.stream_weights(everywhere, 20_000)
+    found["weights of every rank"] = everywhere.held
     watched_on: set[torch.device] = set()
     actor.export_hf(out / "export", watch=lambda name, tensor: watched_on.add(tensor.device))
     assert watched_on == ({actor.device.device} if place.rank == 0 else set()), "before the copy to the host"

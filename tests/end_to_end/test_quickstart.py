@@ -207,10 +207,12 @@ def fates(folder: Path) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_colocated_trainer_and_server_end_with_the_same_weights_bit_for_bit(whole, tmp_path):
+@pytest.mark.parametrize("sync", ["disk", "tensor"])
+def test_colocated_trainer_and_server_end_with_the_same_weights_bit_for_bit(whole, tmp_path, sync):
     """Each side leaves its memory while the other works; what it computes is the same."""
     run_dir = tmp_path / "run"
-    finished = start(run_dir, "run.mode=colocated", "actor.offload.between_phases=all").finish(300)
+    colocated = "run.mode=colocated", "actor.offload.between_phases=all", f"rollout.weight_sync={sync}"
+    finished = start(run_dir, *colocated).finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     assert fates(run_dir) == fates(whole)

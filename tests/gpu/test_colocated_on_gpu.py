@@ -47,12 +47,17 @@ class Watch:
 
 
 @pytest.mark.skipif(ON_CPU, reason="a CPU's memory is not taken in turns")
-def test_trainer_and_server_take_turns_in_one_gpus_memory(record: Callable[[str, Any], None], tmp_path: Path) -> None:
-    """The run itself stops with exit code 2 where the measured free memory is not what either side was to leave."""
+@pytest.mark.parametrize("sync", ["disk", "tensor"])
+def test_trainer_and_server_take_turns_in_one_gpus_memory(
+    record: Callable[[str, Any], None], tmp_path: Path, sync: str
+) -> None:
+    """`tensor` by CUDA IPC. The run itself stops with exit code 2 where the measured free memory is not what either
+    side was to leave."""
     pytest.importorskip("torch_memory_saver", reason="SGLang leaves a GPU's memory by this package")
     overrides = (
         f"run.dir={tmp_path / 'run'}",
         "run.mode=colocated",
+        f"rollout.weight_sync={sync}",
         "run.rollout_steps=2",
         "run.checkpoint_every=2",
         "model.dtype=bfloat16",
@@ -69,7 +74,7 @@ def test_trainer_and_server_take_turns_in_one_gpus_memory(record: Callable[[str,
     config = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
     finished = Running("train", config, *overrides, log=tmp_path / "out.txt").finish(260)
     memory = watch.finish()
-    record("GiB in use, by nvidia-smi", memory)
+    record(f"GiB in use with {sync}, by nvidia-smi", memory)
     assert finished.code == ExitCode.FINISHED, finished.output[-3000:]
     assert finished.left_behind == ()
     found = re.search(

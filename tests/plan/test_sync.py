@@ -10,7 +10,7 @@ from megatron_dapo.plan import sync
 from megatron_dapo.plan.memory import host_memory, trainer_memory
 from megatron_dapo.plan.planner import make_plan
 from megatron_dapo.plan.rank_state import model_parameters
-from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, load_calibration
 from tests.plan.conftest import RECIPES
 
 HF = BUILT_IN["Qwen2.5-32B"]
@@ -48,13 +48,48 @@ def test_in_memory_only_links_count(constants):
     assert seconds("tensor", constants) == pytest.approx(max(host + first * gather, gather + first * host))
     broadcast = MODEL / constants.send_bandwidth
     assert seconds("distributed", constants) == pytest.approx(broadcast + first * gather)
-    assert seconds("tensor", constants) < seconds("distributed", constants) < seconds("disk", constants)
+    assert max(seconds("tensor", constants), seconds("distributed", constants)) < seconds("disk", constants)
     wide = dataclasses.replace(constants, send_bandwidth=1e15)
     broadcast = MODEL / (constants.network_bandwidth * constants.communication_efficiency)
     longer, shorter = max(gather, broadcast), min(gather, broadcast)
     assert seconds("distributed", wide) == pytest.approx(longer + first * shorter)
     no_disk = dataclasses.replace(constants, disk_write=1.0, disk_read=1.0)
     assert seconds("distributed", no_disk) == seconds("distributed", constants)
+
+
+def colocated(**changes) -> Scenario:
+    recipe = changed(load_config(RECIPES / "h100_32_colocated.yaml"), changes)
+    return Scenario(recipe, HF, load_calibration())
+
+
+def test_in_turn_every_gpu_has_the_buckets_and_no_disk_is_waited_for(constants):
+    """By hand: gathered, then broadcast to all ranks, while servers load the bucket before."""
+    case, by_disk = colocated(), colocated(**{"rollout.weight_sync": "disk"})
+    layout, link = case.config.actor.layout, constants.network_bandwidth * constants.communication_efficiency
+    shards, load = layout.tensor * layout.pipeline, MODEL / constants.load_bandwidth
+    ready = MODEL * (shards - 1) / shards / link + MODEL / link
+    assert (case.weight_sync, layout.world_size > 8, ready < load) == ("tensor", True, True)
+    bucket = max(case.config.rollout.sync_bucket_mb << 20, EMBEDDING)
+    assert sync.sync_seconds(case) == pytest.approx(load + bucket / MODEL * ready)
+    assert sync.sync_seconds(case) < sync.sync_seconds(by_disk) / 5
+    servers = MODEL / case.config.rollout.tensor_parallel
+    first, *others = trainer_memory(case)
+    for rank, own in ((first, EMBEDDING), *((rank, 0) for rank in others)):
+        held = rank.items["weight sync"]
+        assert (held["sync bucket"], held["servers' weights"]) == (own + 2 * bucket, servers)
+        kept = next(each for each in trainer_memory(by_disk) if each.stage == rank.stage)
+        assert "servers' weights" not in kept.items["weight sync"]
+    assert not any("bucket" in name or "cache" in name for name in host_memory(case, 5000.0))
+
+
+def test_loading_from_memory_is_what_was_published(constants):
+    """slime, Qwen3-30B-A3B, 8 H100 that trainer and servers share: 7 s."""
+    hf = BUILT_IN["Qwen3-30B-A3B"]
+    layout = LayoutConfig(tensor=4, data=2, sequence_parallel=True, expert=8)
+    case = Scenario(
+        colocated(**{"actor.layout": layout, "rollout.servers": 2, "rollout.tensor_parallel": 4}).config, hf, constants
+    )
+    assert sync.sync_seconds(case) == pytest.approx(7.0, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +143,16 @@ def test_experts_are_gathered_from_the_ranks_that_hold_them(constants):
 
 
 def test_one_bucket_after_the_other_would_take_what_was_published(constants):
-    """verl, Qwen2.5-32B, 2 + 2 nodes of H100 over NCCL: 14.2 s; ours is what the overlap leaves of it."""
+    """miles, Qwen3-30B-A3B, 2 + 2 nodes of H100 over NCCL, TP4 EP8: 2.67 s for gathering and sending in turn."""
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    dense = 2 * model_parameters(BUILT_IN["Qwen3-30B-A3B"]) - experts
+    gather = (dense * 3 / 4 + experts * 7 / 8) / (constants.nvlink_bandwidth * constants.communication_efficiency)
+    assert gather + (dense + experts) / constants.send_bandwidth == pytest.approx(2.67, rel=0.01)
+
+
+def test_the_target_size_in_less_than_six_seconds(constants):
+    """Qwen2.5-32B on 2 + 2 nodes; verl published 14.2 s."""
     layout = {"actor.layout": LayoutConfig(tensor=8, pipeline=2, sequence_parallel=True), "rollout.servers": 4}
     case = Scenario(changed(recipe("distributed", tensor_parallel=4), layout), HF, constants)
     assert (case.config.actor.layout.world_size, case.server_gpus) == (16, 16)
-    link = constants.network_bandwidth * constants.communication_efficiency
-    in_turn = MODEL * 15 / 16 / link + MODEL / constants.send_bandwidth
-    assert in_turn == pytest.approx(14.2, rel=0.01)
-    assert sync.sync_seconds(case) == pytest.approx(12.5, abs=0.2)
+    assert MODEL / constants.send_bandwidth < sync.sync_seconds(case) < 6

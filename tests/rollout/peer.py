@@ -10,6 +10,7 @@ import base64
 import io
 import os
 import pickle
+import re
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,8 @@ class Peer:
         self.bucket = 0
         self.held: dict[str, torch.Tensor] = {}
         self.groups: dict[str, Any] = {}
+        self.sources: set[str] = set()
+        """Processes whose memory it has mapped, one for each payload."""
 
     async def init_group(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -85,9 +88,11 @@ class Peer:
         asked = await request.json()
         await self._stumble(self.bucket)
         self.bucket += 1
-        (payload,) = asked["serialized_named_tensors"]
-        content = _Unpickler(io.BytesIO(base64.b64decode(payload))).load()
-        flat = content["flattened_tensor"]
+        payloads = [base64.b64decode(payload) for payload in asked["serialized_named_tensors"]]
+        self.sources |= {re.findall(rb"/proc/(\d+)/fd", payload)[0].decode() for payload in payloads}
+        contents = [_Unpickler(io.BytesIO(payload)).load() for payload in payloads]
+        content, flat = contents[0], contents[0]["flattened_tensor"]
+        assert all(torch.equal(flat, each["flattened_tensor"]) for each in contents[1:])
         tensors = {
             entry.name: flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape).clone()
             for entry in content["metadata"]
@@ -99,7 +104,8 @@ class Peer:
         assert asked["flush_cache"] is False
         self.held |= tensors
         if asked["weight_version"] is not None:
-            save_file(self.held, self.folder / "held.safetensors", {"label": asked["weight_version"]})
+            told = {"label": asked["weight_version"], "sources": " ".join(sorted(self.sources))}
+            save_file(self.held, self.folder / "held.safetensors", told)
             self.held, self.bucket = {}, 0
         return web.json_response({"success": True, "message": ""})
 

@@ -40,6 +40,9 @@ def experts_at(places: np.ndarray, versions: np.ndarray) -> np.ndarray:
     return np.stack([first, (first + 1 + versions[:, None] % 5) % SHAPE.experts], axis=-1)
 
 
+MEMORY = ["kv_cache", "weights", "cuda_graph"]
+
+
 class StandIn:
     """Engine: the server runs in the test's own event loop."""
 
@@ -93,8 +96,8 @@ class StandIn:
         self.running: dict[str, asyncio.Event] = {}
         self.most_running = 0
         self.paused = False
-        self.released = False
-        """Whether it is out of its memory."""
+        self.released: frozenset[str] = frozenset()
+        """The parts of its memory that it is out of."""
         self.hangs_on_release = False
         self._runner: web.AppRunner | None = None
         self._port = 1
@@ -115,7 +118,7 @@ class StandIn:
             self.dies_at_starts -= 1
             return
         await self.may_start.wait()
-        self.released = False
+        self.released = frozenset()
         self._leaving: set[asyncio.Task[None]] = set()
         self.label, self.loaded, self.paused, self.hangs, self.healthy = "0", None, False, False, True
         self.scheduler_answers = True
@@ -287,13 +290,14 @@ class StandIn:
         assert not self.running, "a real scheduler ends here"
         if self.hangs_on_release:
             await asyncio.sleep(60)
-        self.released = True
+        self.released = frozenset(MEMORY)
         return web.Response()
 
     async def _resume_memory(self, request: web.Request) -> web.Response:
-        self.calls.append("take back")
-        assert self.released
-        self.released = False
+        tags = (await request.json()).get("tags") or MEMORY
+        self.calls.append("take back" if tags == MEMORY else f"take back {' '.join(tags)}")
+        assert self.released.issuperset(tags), "SGLang's scheduler ends here"
+        self.released = self.released.difference(tags)
         return web.Response()
 
     async def _update(self, request: web.Request) -> web.Response:
@@ -313,6 +317,7 @@ class StandIn:
 
     async def _checksums(self, request: web.Request) -> web.Response:
         assert self.loaded is not None
+        assert "weights" not in self.released
         checksums = {}
         with suppress(ValueError):  # a real server has checksums of every model
             checksums = dict(expected_checksums(self.loaded, INFO)[0])

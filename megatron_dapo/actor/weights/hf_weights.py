@@ -192,6 +192,7 @@ def stream_weights(
 ) -> None:
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
+    A sink on another rank has its buffers put as they are, each at the same time.
 
     Rank 0 then holds one gathered parameter besides the model and the sink's buffers, two at a time; any other rank at
     most one parameter.
@@ -205,10 +206,11 @@ def stream_weights(
             for bucket in plan_buckets(model_shards(hf).values(), dtype, bucket_bytes):
                 views = bucket.views(sink.buffer(bucket.size))
                 for shards, stacked in islice(stream, bucket.parameters):
-                    assert stacked is not None
-                    for rank, shard in enumerate(stacked):
-                        shards.fill(views, shard, rank, len(stacked))
-                    del shard, stacked  # before the next parameter is gathered
+                    if stacked is not None:
+                        for rank, shard in enumerate(stacked):
+                            shards.fill(views, shard, rank, len(stacked))
+                        del shard
+                    del stacked  # before the next parameter is gathered
                 sink.put(bucket, views)
                 del views
     finally:

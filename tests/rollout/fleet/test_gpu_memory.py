@@ -1,14 +1,19 @@
 """Servers leave their memory and take it back: when all is well, when one dies, when one does not do as told."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rollout.errors import RolloutError
+from rollout.fleet.weight_update import OnDisk
+from rollout.weights.checksums import expected_checksums
+from rollout.weights.sender import Sent
+from rollout.weights.transport import Failure, Target
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
-from tests.rollout.standin import StandIn
+from tests.rollout.standin import INFO, StandIn
 
 
 def test_no_request_starts_while_the_servers_are_out_of_their_memory() -> None:
@@ -23,6 +28,67 @@ def test_no_request_starts_while_the_servers_are_out_of_their_memory() -> None:
             await fleet.resume_memory()
             check_tokens(await asked, 1, 5)
             assert [server.calls.index("release") < server.calls.index("take back") for server in servers] == [True] * 2
+
+    run(test)
+
+
+class FromMemory:
+    """Sends nothing: the servers "hold" the folder."""
+
+    def __init__(self, folder: Path, *failing: str) -> None:
+        self.folder, self.failing = folder, failing
+
+    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+        failed = {each.url: Failure(reason="lost", answers=False) for each in targets if each.url in self.failing}
+        return Sent(bytes=1, failures=failed, checksums={INFO: expected_checksums(self.folder, INFO)})
+
+    async def to_disk(self) -> OnDisk:
+        return OnDisk(folder=self.folder)
+
+
+def test_weights_come_between_their_memory_and_the_rest(folders: list[Path]) -> None:
+    """No request starts before the server has its KV cache, although the publish is done."""
+
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server) as fleet:
+            await fleet.release_memory()
+            await fleet.resume_memory(weights_only=True)
+            assert server.released == {"kv_cache", "cuda_graph"}
+            server.loaded = folders[0]
+            report = await fleet.publish_stream(FromMemory(folders[0]), 1)
+            assert list(report.servers) == [server.url]
+            asked = asyncio.ensure_future(fleet.generate(request()))
+            await asyncio.sleep(0.1)
+            assert not server.prompts
+            await fleet.resume_memory()
+            check_tokens(await asked, 1, 5)
+            await fleet.release_memory()  # all of it again
+            await fleet.resume_memory()
+            assert [call for call in server.calls if call.startswith("take")] == [
+                "take back weights",
+                "take back kv_cache cuda_graph",
+                "take back",
+            ]
+
+    run(test)
+
+
+def test_a_publish_that_every_server_fails_ends_before_the_memory_comes(folders: list[Path]) -> None:
+    """None can be restarted until then; it comes back with the weights from disk."""
+
+    async def test() -> None:
+        server = StandIn()
+        async with fleet_of(server) as fleet:
+            await fleet.release_memory()
+            await fleet.resume_memory(weights_only=True)
+            async with asyncio.timeout(5):
+                report = await fleet.publish_stream(FromMemory(folders[0], server.url), 1)
+            assert (dict(report.servers), list(report.by_disk)) == ({}, [server.url])
+            assert server.starts == 1
+            await fleet.resume_memory()
+            await until(lambda: fleet.members[0].state == "ready")
+            assert (server.starts, server.loaded, fleet.members[0].weight_version) == (2, folders[0], 1)
 
     run(test)
 

@@ -82,7 +82,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         backend="gloo",
         api_key_file=None,
     )
-    sender = WeightSender(request, hashes, GroupCache(), device=torch.device("cpu"))  # type: ignore[arg-type]
+    sender = WeightSender(request, hashes, GroupCache(), torch.device("cpu"), None)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as trainer:
         yield SimpleNamespace(gated=gated, hashes=hashes, sender=sender, trainer=trainer)
 
