@@ -13,7 +13,7 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from reward.environment import Episode, Step, Stepped, Turn, outcome_of
+from reward.environment import Step, Stepped, outcome_of
 from reward.verdict import Deferred, Verdict, VerificationRequest
 
 HEADER = struct.Struct(">QQ")
@@ -27,11 +27,8 @@ READY = None
 """The reply without results: the worker serves, or has imported what an order needs."""
 
 
-# Requests, steps and verdicts travel as plain tuples: pickling dataclasses takes several times longer.
-_REQUEST = ("response", "ground_truth", "prompt", "verifier")
 _VERDICT = ("accuracy", "extracted", "rule", "seconds", "error")
-_request_values, _verdict_values = attrgetter(*_REQUEST), attrgetter(*_VERDICT)
-_turn_values = attrgetter("response", "observation", "token_ids", "role")  # by place, as `Turn` has them
+_verdict_values = attrgetter(*_VERDICT)
 
 
 def encode_order(jobs: Sequence[Job], imports: bool) -> bytes:
@@ -41,37 +38,18 @@ def encode_order(jobs: Sequence[Job], imports: bool) -> bytes:
         imports: a first reply, READY, comes once all that the jobs need is imported, so that the time limit does not
             pay for it.
     """
-    return pickle.dumps(([_sent(job) for job in jobs], imports), protocol=5)
+    return pickle.dumps((jobs, imports), protocol=5)
 
 
-def decode_order(content: bytes) -> tuple[list[Job], bool]:
+def decode_order(content: bytes) -> tuple[Sequence[Job], bool]:
     """The jobs that `encode_order` wrote, and `imports`."""
-    values, imports = pickle.loads(content)
-    return [_received(each) for each in values], imports
+    jobs, imports = pickle.loads(content)
+    return jobs, imports
 
 
 def needed(job: Job) -> str:
     """Name of what must be imported for the job; empty: for algebra."""
     return "" if isinstance(job, Deferred) else job.environment if isinstance(job, Step) else job.verifier
-
-
-def _sent(job: Job) -> Any:
-    if isinstance(job, VerificationRequest):
-        return _request_values(job)
-    if isinstance(job, Deferred):
-        return job
-    asked = job.episode
-    turns = [_turn_values(turn) for turn in asked.turns]
-    return job.environment, (asked.prompt, asked.ground_truth, turns, asked.state, asked.last)
-
-
-def _received(values: Any) -> Job:
-    if isinstance(values, Deferred):
-        return values
-    if len(values) == len(_REQUEST):
-        return VerificationRequest(**dict(zip(_REQUEST, values, strict=True)))
-    environment, (prompt, ground_truth, turns, state, last) = values
-    return Step(environment, Episode(prompt, ground_truth, tuple(Turn(*turn) for turn in turns), state, last))
 
 
 def encode_reply(reply: Reply, number: int) -> bytes:
