@@ -56,21 +56,22 @@ def needed(job: Job) -> str:
 
 
 def _sent(job: Job) -> Any:
-    if isinstance(job, VerificationRequest):
-        return _request_values(job)
     if isinstance(job, Deferred):
         return job
+    if isinstance(job, VerificationRequest):
+        return "request", _request_values(job)
     asked = job.episode
     turns = [_turn_values(turn) for turn in asked.turns]
-    return job.environment, (asked.prompt, asked.ground_truth, turns, asked.state, asked.last)
+    return "step", (job.environment, asked.prompt, asked.ground_truth, turns, asked.state, asked.last)
 
 
 def _received(values: Any) -> Job:
     if isinstance(values, Deferred):
         return values
-    if len(values) == len(_REQUEST):
+    kind, values = values
+    if kind == "request":
         return VerificationRequest(**dict(zip(_REQUEST, values, strict=True)))
-    environment, (prompt, ground_truth, turns, state, last) = values
+    environment, prompt, ground_truth, turns, state, last = values
     return Step(environment, Episode(prompt, ground_truth, tuple(Turn(*turn) for turn in turns), state, last))
 
 
