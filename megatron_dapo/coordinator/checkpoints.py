@@ -232,14 +232,14 @@ class Checkpoints:
             raise  # nobody is left who could save
         except Exception as failure:
             try:
-                await self.keep(progress)
+                await self.save(progress)
             except Exception as error:
                 if isinstance(failure, StopRequested):
                     raise  # "stopped" says that everything is saved
                 self.console.note(f"what stood before this step could not be saved: {error}")
             raise  # why the run ends
 
-    async def keep(self, progress: Progress) -> None:
+    async def save(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
         await self.handover.to_trainer()
         await self.finish()

@@ -58,7 +58,7 @@ class ResponseLog:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """The folder of one evaluation, in which one process writes at a time.
 
     Raises:
@@ -259,7 +259,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
     rules = turn_rules(config, text, heldout.prompts)
     console.note(f"held-out problems: {heldout.summary()}; asked: {config.evaluation.limit or 'all'}")
     waits, deadline_s = Waits(), config.run.step_deadline_s
-    with closing(console), held(out), closing(RewardPool(config.reward)) as pool:
+    with closing(console), locked(out), closing(RewardPool(config.reward)) as pool:
         async with (
             heartbeat(out, waits, 0, console),
             local_fleet(config, out, waits, vocab_size=text.vocab_size, report=console.note) as fleet,

@@ -200,13 +200,13 @@ def test_steps_that_become_longer_are_saved_one_step_later_at_the_latest(run):
 
 def test_what_stands_between_two_steps_is_kept_once(run):
     async def test(checkpoints, ranks, around):
-        await checkpoints.keep(progress(0))
+        await checkpoints.save(progress(0))
         assert steps(around) == []
         await (await checkpoints.begin(progress(1), wait=False))()
         ranks.written.set()
-        await checkpoints.keep(progress(1))
+        await checkpoints.save(progress(1))
         assert steps(around) == [1]
-        await checkpoints.keep(progress(2))
+        await checkpoints.save(progress(2))
         assert steps(around) == [1, 2]
         events = [event["rollout_step"] for event in read_ledger(around.run_dir.ledger)]
         assert events == [1, 2]

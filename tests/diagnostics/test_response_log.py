@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.diagnostics.evaluation_session import RESPONSES, EvaluationError, held, response_log
+from megatron_dapo.diagnostics.evaluation_session import RESPONSES, EvaluationError, locked, response_log
 from megatron_dapo.experience.evaluation import Answer
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
@@ -61,7 +61,7 @@ def test_damaged_settings_are_named_with_the_way_out(tmp_path, content):
 
 
 def test_one_process_writes_at_a_time(tmp_path):
-    with held(tmp_path), pytest.raises(EvaluationError, match="another evaluation writes there"), held(tmp_path):
+    with locked(tmp_path), pytest.raises(EvaluationError, match="another evaluation writes there"), locked(tmp_path):
         pass
-    with held(tmp_path):
+    with locked(tmp_path):
         pass
