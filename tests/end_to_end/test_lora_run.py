@@ -2,6 +2,8 @@
 changes no bit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,10 @@ def test_a_kill_changes_no_bit(whole, tmp_path):
     assert fates(tmp_path / "run") == fates(whole)
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (tmp_path / "run/model" / name).read_bytes() == (whole / "model" / name).read_bytes(), name
+
+
+def test_its_checkpoint_converts_to_what_the_run_exports(whole, tmp_path):
+    tool = [sys.executable, "-m", "tools.convert_checkpoint", "to-hf", whole / "checkpoints/step_3", tmp_path / "model"]
+    subprocess.run([*tool, "--processes", "1"], cwd=ROOT, check=True)
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        assert (tmp_path / "model" / name).read_bytes() == (whole / "model" / name).read_bytes(), name
