@@ -14,7 +14,7 @@ from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
-from tests.actor.gloo import shared_pool
+from tests.actor.gloo import ForkedRanks, shared_pool
 from tests.actor.tiny import FAMILIES, MIXTURE, save_tiny
 from tools.convert_checkpoint import import_megatron, main
 
@@ -46,6 +46,12 @@ def tool(pool) -> SimpleNamespace:
         verify_tensors=lambda *folders, dtype: verify_tensors(*folders, dtype=dtype, workers=2, pool=pool),
         verify_logits=lambda *folders, **layout: verify_logits(*folders, layout=LayoutConfig(**layout), pool=pool),
     )
+
+
+@pytest.fixture
+def forks(monkeypatch) -> None:
+    """The command's own processes begin as forks; `test_verify_holds_where_another_type_is_written` has real ones."""
+    monkeypatch.setattr("tools.convert_checkpoint.RankPool", ForkedRanks)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +262,7 @@ def test_a_checkpoint_without_config_asks_for_it(tool, checkpoint, model, tmp_pa
         tool.to_hf(bare, tmp_path / "back")
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("command", ["to-megatron", "to-hf"])
 def test_a_layout_that_verify_cannot_load_is_refused_before_the_conversion(model, checkpoint, tmp_path, capfd, command):
     source, target = {"to-megatron": model, "to-hf": checkpoint}[command], tmp_path / "target"
@@ -310,6 +317,7 @@ def test_the_command(tool, tmp_path, capfd):
     assert main(["to-hf", str(tmp_path / "nowhere"), str(tmp_path / "x")]) == 2
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_target_of_its_own_is_replaced_and_an_empty_folder_is_taken(tool, model, tmp_path):
     target = tmp_path / "megatron"
     target.mkdir()
