@@ -40,10 +40,9 @@ def slurm(
         setup=tuple(setup or ()),
         python_path=tuple(os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(":") if one),
     )
-    words = overrides or []
-    loaded = load_config(config, words)
+    loaded = load_config(config, overrides or [])
     warn, notes = warning_and_notes(loaded, warn, limit_s(time), gpus=gpus_per_node > 0)
-    text = batch_script(config, words, loaded, options, warn)
+    text = batch_script(config, overrides or [], loaded, options, warn)
     for note in (*notes, *not_seen(loaded)):
         print(f"note: {note}", file=sys.stderr)
     (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder

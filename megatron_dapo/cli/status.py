@@ -93,7 +93,7 @@ def status(
 ) -> None:
     """Say where a run is, alive or dead: progress, what it waits for and since when, the last error, alarms.
 
-    --follow waits for a run that has not begun, and goes on over Slurm's requeueing until the run is finished."""
+    --follow waits for a job that has not begun, and goes on over Slurm's requeueing until the run is finished."""
     screen = Console(highlight=False, soft_wrap=True)
     with suppress(KeyboardInterrupt):
         while _show(screen, run, clear=follow) and follow:

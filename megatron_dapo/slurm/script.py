@@ -88,6 +88,7 @@ def named_paths(config: Config) -> list[str]:
 def not_seen(config: Config) -> list[str]:
     """Notes on what the config names and this machine does not see; the nodes may."""
     paths = [Path(text).absolute() for text in named_paths(config) if not text.startswith("hf://")]
+    paths.append(Path("/", *Path(config.run.dir).absolute().parts[1:2]))  # its disk: what is below is made here
     away = [path for path in paths if not os.path.exists(path) and not any(path.parent.glob(path.name))]
     return [f"{path}: not seen from this machine; every node must see it" for path in dict.fromkeys(away)]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from megatron_dapo.cluster import trainer as trainer_module
 from megatron_dapo.cluster.trainer import Trainer
@@ -87,3 +88,10 @@ def test_ranks_in_one_state_share_a_line_and_who_waits_comes_last(monkeypatch, t
         "\n  rank 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10: waits for other ranks in barrier"
     )
     assert asyncio.run(states([])) == ""
+
+
+def test_a_lost_ranks_reason_ends_where_ray_begins_to_guess():
+    text = "The actor died unexpectedly.\n\tpid: 7\nSome common causes include: (1) out of memory"
+    assert trainer_module._in_words(ray.exceptions.RayActorError(error_msg=text)) == (
+        "its process ended: The actor died unexpectedly. pid: 7"
+    )

@@ -171,6 +171,8 @@ def test_what_this_machine_does_not_see_is_said(tmp_path, monkeypatch):
     assert heldout.startswith(f"{tmp_path}/b.jsonl: ")
     monkeypatch.chdir(ROOT)
     assert not_seen(load_config(QUICKSTART)) == []
+    (disk,) = not_seen(load_config(QUICKSTART, ["run.dir=/no_such_disk/runs/first"]))
+    assert disk.startswith("/no_such_disk: not seen from this machine")
 
 
 def test_the_command_takes_over_the_folders_of_its_own_verifiers(tmp_path, monkeypatch):
