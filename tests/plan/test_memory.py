@@ -13,6 +13,7 @@ from megatron_dapo.plan import memory, step_plan, sync
 from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
     CHECKPOINT_WEIGHTS,
+    SERVER,
     activation_numbers,
     disk_bytes,
     host_memory,
@@ -224,6 +225,12 @@ def test_routed_tokens_and_their_rows_take_memory_where_experts_are(constants):
     assert rank.items["update"]["routing"] == rank.items["log-probs"]["routing"] == 22528 * 48 * 8
     [without] = trainer_memory(Scenario(changed(config, {"actor.routing_replay": False}), hf, constants))
     assert "routing" not in without.items["update"]
+    case = Scenario(changed(config, {"actor.layout.pipeline": 2}), hf, constants)
+    backward = 22528 * 2 * (2048 + 2 * 8 * constants.expert_imbalance * 2048)  # a routed token's gradient: both ways
+    first = trainer_memory(case)[0].items["update"]
+    assert first["a layer's backward"] == pytest.approx(backward * (1 + constants.fragmentation))
+    pinned = host_memory(case, 1000.0)[SERVER] - constants.process_memory
+    assert pinned == server_memory(case).kv_tokens * 48 * 8 * 4 > 0
 
 
 def test_a_checkpoint_s_weights_are_those_of_all_experts(constants):

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.memory import trainer_memory
+from megatron_dapo.plan.memory import server_memory, trainer_memory
 from megatron_dapo.plan.planner import find_misfits, make_plan
 from megatron_dapo.plan.rollout import groups
 from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions
+from megatron_dapo.plan.step_plan import fleet_of
 from megatron_dapo.plan.trainer_time import log_prob_time, update_time
 from tests.plan.conftest import MIXTURES
 from tools.plan_search import search
@@ -74,6 +75,15 @@ def test_no_published_layout_is_faster(name, sizes):
     for best in search(other, keep=keep, best=1):
         assert best.case.config.actor.layout == layout
         assert best.step.seconds > 0.99 * make_plan(case).step.seconds
+
+
+def test_a_decode_step_reads_those_experts_that_responses_are_sent_to():
+    case = recipe("h100_16")
+    fleet, parallel = fleet_of(case, server_memory(case)), case.config.rollout.tensor_parallel
+    speed = case.constants.memory_bandwidth * case.constants.decode_efficiency * parallel
+    assert fleet.missed == 1 - 8 / 128
+    assert fleet.experts_s * speed == pytest.approx(2 * 48 * 128 * 3 * 2048 * 768)
+    assert (fleet.fixed_s - fleet.overhead_s + fleet.experts_s) * speed == pytest.approx(2 * 30532122624)
 
 
 def test_where_experts_do_not_fit_more_ranks_for_them_are_found():
