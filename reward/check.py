@@ -133,8 +133,9 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
         except Exception:
             continue
-        if kind == "verifier" and not isinstance(judged, Judgement | Deferred | bool):
-            raise VerifierError(f"it returned {type(judged).__name__}, not a Judgement or a bool")
+        right = judged.accuracy if isinstance(judged, Judgement) else judged
+        if kind == "verifier" and not isinstance(right, Deferred | bool):
+            raise VerifierError(f"it returned {judged!r:.80}, not a Judgement of True or False, nor a bool")
         if time.monotonic() > end:
             break
 

@@ -37,7 +37,7 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
 def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a run, its relative paths as they were where the run was started, whatever the folder now."""
     stored, began = run / "config.yaml", Path()
-    with suppress(OSError, ValueError, KeyError):  # of a run of before, or damaged: paths begin here
+    with suppress(OSError, ValueError, KeyError, TypeError):  # of a run of before, or damaged: paths begin here
         began = Path(json.loads((run / "manifest.json").read_text(encoding="utf-8"))["folder"])
     config = load_config(stored)
     paths = {"model": config.model.path, "data": config.data.path, "evaluation": config.evaluation.path}

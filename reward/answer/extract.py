@@ -74,7 +74,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
     run: list[str] = []
     following = last
     for found in islice(earlier, _RIVALS):
-        gap = response[found.end : following.start]
+        gap = _AROUND["typesetting"].sub(" ", response[found.end : following.start])
         lines, boxes = found.is_line and following.is_line, not (found.is_line or following.is_line)
         one_line = lines and not _AROUND["line_end"].search(response, found.start, following.start)
         bare = not _AROUND["content"].search(gap[:200])

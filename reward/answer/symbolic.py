@@ -168,7 +168,7 @@ def equivalent(answer: str, truth: str) -> bool:
         return False
     places = max(_decimal_places(answer), _decimal_places(truth))
     numbers = [each[0] for each in (gold, target) if isinstance(each[0], Expr)]
-    numbers = [number.xreplace({Symbol("i", real=False): I}) for number in numbers]
+    numbers = [number.xreplace({Symbol("i", real=real): I for real in (False, True)}) for number in numbers]
     if len(numbers) == 2 and not any(number.free_symbols for number in numbers):
         return _equal_numbers(numbers[0], numbers[1], places)
     if places > _DIGITS_LIMIT:

@@ -89,13 +89,16 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
     except Exception as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
         return _failure(job, f"{type(error).__name__}: {error}", start)
     seconds = time.perf_counter() - start
-    if isinstance(judged, Judgement):
-        return Verdict(accuracy=judged.accuracy, extracted=judged.extracted, rule=judged.rule, seconds=seconds)
-    if isinstance(judged, Deferred):
-        return replace(judged, seconds=seconds)
-    if isinstance(judged, bool):
-        return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(job, f"verifier {name!r} returned {type(judged).__name__}, not a Judgement or a bool", start)
+    match judged:
+        case Judgement(accuracy=bool() as right, extracted=None | str() as text, rule=str() as rule):
+            return Verdict(accuracy=right, extracted=text, rule=rule, seconds=seconds)
+        case Deferred():
+            return replace(judged, seconds=seconds)
+        case bool():
+            return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
+    return _failure(
+        job, f"verifier {name!r} returned {judged!r:.80}, not a Judgement of True or False, nor a bool", start
+    )
 
 
 def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:

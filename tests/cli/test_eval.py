@@ -51,7 +51,7 @@ def test_the_relative_paths_of_a_run_are_those_of_the_folder_where_it_was_starte
     assert config.evaluation.path == str(started / "held.jsonl")
     assert config.data.path == "gone.jsonl", "what is not there any more may be here"
     assert config_of(run, ["evaluation.path=other.jsonl"]).evaluation.path == "other.jsonl"
-    for text in ("{}", "{"):  # of a run of before; damaged
+    for text in ("{}", "{", "[]"):  # of a run of before; damaged
         (run / "manifest.json").write_text(text)
         assert config_of(run).evaluation.path == "held.jsonl"
 

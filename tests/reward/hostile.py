@@ -78,6 +78,11 @@ def confused(request: VerificationRequest) -> str:
     return "correct"
 
 
+def score(request: VerificationRequest) -> Judgement:
+    """Gives points where the paper asks for right or wrong: the filter would count 0.7 of a response."""
+    return Judgement(accuracy=0.7, extracted=None, rule="own")  # type: ignore[arg-type]
+
+
 def judge(request: VerificationRequest) -> Judgement:
     """Behaves."""
     right = request.response == request.ground_truth

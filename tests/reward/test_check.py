@@ -63,6 +63,10 @@ def judge(request):
     "boom": "def judge(request): raise ValueError('boom')",
     "sometimes": "def judge(request): return 1 / int(request.ground_truth) > 0",
     "a_dict": "def judge(request): return {'score': 1.0}",
+    "points": """
+from reward.verdict import Judgement
+def judge(request): return Judgement(accuracy=0.7, extracted=None, rule="")
+""",
     "unknown": "def judge(request): return nobody",
     "reads": "import sys\nsys.stdin.read()\ndef judge(request): return True",
     "threads": """
@@ -84,7 +88,8 @@ def judge(request): return True
         ("reads", ["1"], ""),
         ("threads", ["1"], ""),
         ("sometimes", ["0", "1"], ""),
-        ("a_dict", ["1"], "it returned dict, not a Judgement or a bool"),
+        ("a_dict", ["1"], "it returned {'score': 1.0}, not a Judgement of True or False, nor a bool"),
+        ("points", ["1"], "it returned Judgement(accuracy=0.7, extracted=None, rule=''), not a Judgement of True"),
         ("hangs", ["1"], "no verdict on a ground truth in reward.timeout_s = 5\nTimeout (0:00:05)"),
     ],
 )

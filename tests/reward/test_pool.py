@@ -18,6 +18,8 @@ from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierErro
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
+NO_VERDICT = ", not a Judgement of True or False, nor a bool"
+SCORE = "Judgement(accuracy=0.7, extracted=None, rule='own')"
 
 
 def ask(response: str, ground_truth: str = "42", verifier: str = "robust") -> VerificationRequest:
@@ -80,7 +82,8 @@ def test_no_requests_no_verdicts(make_pool):
         ("leave", "worker died (exit code 3)"),
         ("devour", "memory"),
         ("fail", "KeyError: 'x'"),
-        ("confused", "verifier 'tests.reward.hostile:confused' returned str, not a Judgement or a bool"),
+        ("confused", f"verifier 'tests.reward.hostile:confused' returned 'correct'{NO_VERDICT}"),
+        ("score", f"verifier 'tests.reward.hostile:score' returned {SCORE}{NO_VERDICT}"),
     ],
 )
 def test_a_hostile_verdict_is_an_error_and_harms_no_other(make_pool, name, error):
