@@ -263,7 +263,7 @@ def test_the_handover_of_a_shared_gpu(whose: str) -> None:
             return []
 
         handover = GpuHandover(config, fleet, nothing, Waits(), report=print)
-        handover._trainer_has_it = whose == "servers"
+        handover.trainer_has_it = whose == "servers"
         with pytest.raises(Stalled, match=rf"memory for the {whose}: rollout servers gave no answer within 0\.2 s"):
             await getattr(handover, f"to_{whose}")()
 

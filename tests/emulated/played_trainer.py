@@ -116,7 +116,7 @@ class _Rank:
         checksums = ChecksumStream(config, names, order.kinds)
         with (
             checksums,
-            WeightSender(order.request, checksums, self.groups, device=torch.device("cpu")) as sender,
+            WeightSender(order.request, checksums, self.groups, torch.device("cpu"), None) as sender,
         ):
             for cut in cuts:
                 self._gather()
