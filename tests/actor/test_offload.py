@@ -139,7 +139,7 @@ OFFLOADS = [
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"dtype": "float32", "optimizer": {"distributed": False}},
         pytest.param({"dtype": "bfloat16", "layout": {"data": 2}}, marks=pytest.mark.slow),
-        {"dtype": "float32", "layout": {"tensor": 2}},
+        pytest.param({"dtype": "float32", "layout": {"tensor": 2}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -118,7 +118,11 @@ DATA, VIRTUAL = {"data": 2}, {"data": 2, "pipeline": 2, "virtual_pipeline": 2}
 LAYOUTS = [
     pytest.param("qwen3", DATA, {"dtype": "bfloat16", "offload": OffloadConfig(optimizer_state=True)}, id="data"),
     pytest.param(
-        MIXTURE, DATA | {"expert": 2}, {"recompute": 2, "routing_replay": True, "dtype": "bfloat16"}, id="experts"
+        MIXTURE,
+        DATA | {"expert": 2},
+        {"recompute": 2, "routing_replay": True, "dtype": "bfloat16"},
+        id="experts",
+        marks=pytest.mark.slow,
     ),
     pytest.param("qwen2", VIRTUAL, {"recompute": "full"}, id="virtual pipeline"),
     pytest.param("qwen2", {"context": 2}, {"fused_linear_log_prob": True}, id="context", marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -42,15 +43,16 @@ def test_an_update_under_way(tmp_path, monkeypatch, written):
         waits = Waits()
         trainer = Trainer(config, None, tmp_path, waits, use_gpu=False)
         trainer._ranks = ranks = [Rank(tmp_path, 0), Rank(tmp_path, 1)]
-        updating, seen = asyncio.ensure_future(trainer.update(["a", "b", "c"], None, 1.0)), []
+        updating = asyncio.ensure_future(trainer.update(["a", "b", "c"], None, 1.0))
         await asyncio.sleep(0.05)
         ranks[1].allowed.release(3)  # the faster one: rank 0 alone is counted
-        for _ in range(3):
-            await asyncio.sleep(0.1)
-            seen.append(waits.counts()["trainer update"])
+        for done in range(3):
+            wanted, until = Count(*((done, 3) if written else (0, 0)), "mini-batches"), time.monotonic() + 10
+            while (seen := waits.counts()["trainer update"]) != wanted and time.monotonic() < until:
+                await asyncio.sleep(0.02)  # a count that is being written is read as none
+            assert seen == wanted
             ranks[0].allowed.release()
         assert await updating == ["a", "b", "c"]
-        assert seen == [Count(*((done, 3) if written else (0, 0)), "mini-batches") for done in range(3)]
         assert read_count(tmp_path)[0] == (2 if written else 0), "the last one's end is the answer"
 
     asyncio.run(test())

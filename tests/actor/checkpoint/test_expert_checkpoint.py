@@ -33,7 +33,11 @@ def data(model) -> Columns:
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [(EXPERT, {"dtype": "bfloat16"} | OFFLOADED), (TENSOR_EXPERT, {}), ({}, {"optimizer": {"distributed": False}})],
+    [
+        (EXPERT, {"dtype": "bfloat16"} | OFFLOADED),
+        pytest.param(TENSOR_EXPERT, {}, marks=pytest.mark.slow),
+        ({}, {"optimizer": {"distributed": False}}),
+    ],
     ids=str,
 )
 def test_a_resume_is_bit_equal_whatever_training_changes_meanwhile(gloo, layout, options, model, data, tmp_path):
@@ -53,11 +57,12 @@ def passed_on(place: RankPlace, folder: Path, layout: dict, dtype: str, source: 
     [
         (EXPERT, {}, "bfloat16"),
         ({}, EXPERT, "float32"),
-        (TENSOR_EXPERT, {"pipeline": 2}, "float32"),
-        (
+        pytest.param(TENSOR_EXPERT, {"pipeline": 2}, "float32", marks=pytest.mark.slow),
+        pytest.param(
             {"pipeline": 2, "virtual_pipeline": 2},
             {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2},
             "float32",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"data": 4, "expert": 2}, {"data": 4, "expert": 2, "expert_tensor": 2}, "bfloat16", marks=pytest.mark.slow
