@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import SamplerState
-from megatron_dapo.storage.ledger import Ledger, read_ledger
+from megatron_dapo.storage.ledger import Event, Ledger, read_ledger
 from reward.verdict import Verdict, VerificationRequest
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
@@ -109,15 +110,17 @@ async def fill_under_faults(
     restarts = sum(status.restarts for status in fleet.members)
     assert restarts > 0, "no fault was met: the test shows nothing"
     assert sorted(decided) == list(range(len(decided))), "every position decided once"
-    positions = [group.position for group in made]
-    assert len(positions) == len(set(positions)), "no group was generated twice"
+    entries = read_ledger(folder / "ledger.jsonl")
+    given_up = Counter(entry["prompt"] for entry in entries if entry["event"] == Event.EXPIRED)
+    times = Counter(group.position for group in made)
+    assert all(times[one] <= 1 + given_up[one] for one in times), "only what was given up was generated again"
     order = PromptOrder([Span(name="", start=0, count=PROMPTS, weight=1.0)], 0)
     for group in made:
         assert len(group.responses) == group_size
         assert group.prompt_index == order.index_at(group.position)
         for response in group.responses:
             check_generation(script, group.prompt_index, response.generation)
-    check_ledger(read_ledger(folder / "ledger.jsonl"))
+    check_ledger(entries)
 
 
 @pytest.mark.parametrize("stream_interval", [pytest.param(None, marks=pytest.mark.slow), 64])

@@ -73,7 +73,7 @@ def clone(tmp_path_factory) -> Path:
 
 def test_the_readmes_commands(clone):
     commands = readme_commands()
-    assert len(commands) >= 13
+    assert len(commands) >= 12
     for verb, words in commands.items():
         given = [*words, CONFIG, *WITH_CONFIG[verb]] if words == [verb] else words
         well(*given, *SHORTER.get(verb, ()), folder=clone, clone=clone)
