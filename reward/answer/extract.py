@@ -56,7 +56,7 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     """
     found = _in_form(response, prompt, form) if form else _statements(response, prompt)
     last = next(found, None) or (None if form else _under_heading(response))
-    if last is None or is_retracted(response, last.end):
+    if last is None or is_retracted(response, last.end, last.text):
         return None
     later = next(_statements(response, prompt), None) if form else None
     if later and later.start >= last.end and later.text.strip(" $.") != last.text.strip(" $."):
@@ -286,9 +286,12 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
     return "<" in text and text.rfind("<!--", 0, at) > text.rfind("-->", 0, at)
 
 
-def is_retracted(text: str, after: int) -> bool:
-    """Whether the text behind the last statement takes it back: `Wait, that is wrong.`"""
+def is_retracted(text: str, after: int, stated: str) -> bool:
+    """Whether the text behind the last statement takes it back: `Wait, that is wrong.` `No, the answer is 43.`"""
     tail = text[after : after + _AFTERWARDS]
     if not tail or tail.isspace():
         return False
+    restated = _PROSE["restated"].search(tail)
+    if restated and restated[1] not in stated:
+        return True
     return any(not _PROSE["condition"].search(tail, 0, found.start()) for found in _PROSE["retraction"].finditer(tail))
