@@ -29,9 +29,8 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return equal, Rule.INTEGER if integers else Rule.NUMBER
     if _same_text(answer, truth):
         return True, Rule.TEXT
-    if _PATTERNS["either"].search(truth.text) and not _PATTERNS["both"].search(truth.text):
-        if _PATTERNS["both"].search(answer.text) and _PATTERNS["relation"].search(answer.text):
-            return False, Rule.LIST  # `x < 2 and x > 3` is no union
+    if _PATTERNS["both"].fullmatch(answer.text) and _PATTERNS["either"].fullmatch(truth.text):
+        return False, Rule.LIST  # `x < 2 and x > 3` is no union
     answer, truth = _as_interval(answer, truth), _as_interval(truth, answer)
     if truth.items:
         return _compare_lists(answer, truth)

@@ -53,6 +53,8 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if len(text) > _PARSED_LIMIT:
         return Answer(text=text, body=text)
     if sentences:
+        if (concluded := _PATTERNS["conclusion"].fullmatch(text)) and read(concluded[1]).number is not None:
+            text = concluded[1]  # `m = 3, n = 4, so m + n = 7`
         text = _PATTERNS["tail"].sub("", _PATTERNS["lead_in"].sub("", text))
     number = read_number(text)
     if number is not None:
