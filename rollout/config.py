@@ -30,6 +30,21 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SpeculativeConfig:
+    """Section `rollout.speculative`: servers on GPUs check several drafted tokens in one forward pass."""
+
+    algorithm: Literal["off", "ngram", "eagle", "eagle3", "standalone"] = "off"
+    """SGLang's `--speculative-algorithm`. `ngram` drafts what followed the same tokens before, the others by
+    `draft_model`. Responses keep their distribution and their log-probs; only GPUs can do it."""
+
+    draft_model: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of the draft model, in Hugging Face layout. It is not trained."""
+
+    draft_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Tokens checked in a forward pass. None: as many as SGLang takes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutConfig:
     """Section `rollout`: the SGLang servers and how responses are sampled."""
 
@@ -133,9 +148,17 @@ class RolloutConfig:
     """Seconds for which all servers may be down before the run stops; for a first restart `run.start_deadline_s` and a
     load more."""
 
+    speculative: SpeculativeConfig = SpeculativeConfig()
+
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """More arguments for `sglang.launch_server`; none that a key stands for, nor with which weights could not be
-    verified (speculative decoding, quantization, LoRA)."""
+    verified (quantization, LoRA)."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether servers draft tokens. SGLang 0.5.17 then reads no folder of new weights: it would read it into the
+        draft model too, or, without one, crash."""
+        return self.speculative.algorithm != "off"
 
     @property
     def longest_response(self) -> int:

@@ -139,8 +139,14 @@ def key_file(config: Config, run_path: Path) -> Path | None:
 
 
 def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:
+    draft = config.rollout.speculative.draft_model and Path(config.rollout.speculative.draft_model).resolve()
+    if config.rollout.speculates and not on_gpu:
+        raise PlacementError("rollout.speculative: SGLang draws from the distribution on GPUs alone; set algorithm=off")
+    if draft and not (draft / "config.json").is_file():
+        raise PlacementError(f"rollout.speculative.draft_model = {draft}: there is no config.json")
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),
+        draft_model=draft or None,
         device="cuda" if on_gpu else "cpu",
         dtype=config.model.dtype,
         fp32_head=config.model.upcasts_head,
@@ -214,9 +220,10 @@ class RayServer:
         """The run directory is on a file system that all nodes see."""
         return tail(Path(self._spec.log_path))
 
-    async def restart(self) -> None:
+    async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         """By a new actor, whatever has become of the old one and its node."""
         await self.close()
+        self._spec = self._spec.starting_with(weights)
         await self.start()
 
     def kill(self) -> None:

@@ -72,8 +72,10 @@ class Config:
             return self.rollout.weight_sync
         if on_gpus and self.run.mode == "colocated":
             # A server that is lost then waits for the next publish: others must serve meanwhile.
-            return "tensor" if self.rollout.servers > 1 else "disk"
-        return "distributed" if on_gpus and not shared else "disk"
+            return "tensor" if self.rollout.servers > 1 or self.rollout.speculates else "disk"
+        if on_gpus and not shared:
+            return "distributed"
+        return "tensor" if self.rollout.speculates else "disk"
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -233,9 +235,32 @@ def _of_rollout(config: Config) -> Iterator[str]:
         yield f"rollout.thinking_budget = {budget}: with what text does the thinking end? set rollout.thinking_end too"
     if budget is not None and budget >= (shortest := rollout.shortest_limit):
         yield f"rollout.thinking_budget = {budget}: must be below max_new_tokens = {shortest}, for what comes after it"
+    yield from _of_speculation(config)
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"
+
+
+def _of_speculation(config: Config) -> Iterator[str]:
+    speculative, rollout = config.rollout.speculative, config.rollout
+    algorithm, model = f"rollout.speculative.algorithm = {speculative.algorithm}", speculative.draft_model
+    if not rollout.speculates:
+        if model or speculative.draft_tokens:
+            yield f"rollout.speculative.draft_model, draft_tokens: nothing reads them with {algorithm}; set that too"
+        return
+    if speculative.algorithm == "ngram" and model:
+        yield f"rollout.speculative.draft_model = {model}: ngram drafts without a model; remove it"
+    if speculative.algorithm != "ngram" and not model:
+        yield f"{algorithm}: drafts by which model? set rollout.speculative.draft_model too"
+    for key, problem in {
+        "rollout.deterministic": rollout.deterministic and "what a response is would depend on what was drafted",
+        "actor.routing_replay": config.actor.routing_replay and "experts of drafted tokens are not told apart",
+        "rollout.weight_sync": rollout.weight_sync == "disk" and "such a server cannot read new weights from a folder",
+        "rollout.urls": rollout.urls and "such a server takes weights that it missed by a restart of ours alone",
+        "actor.device": config.actor.device == "cpu" and "SGLang draws from the distribution on GPUs alone",
+    }.items():
+        if problem:
+            yield f"{algorithm}: not with this {key}, {problem}; change one of the two"
 
 
 def _of_run(config: Config) -> Iterator[str]:

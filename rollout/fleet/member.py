@@ -82,6 +82,8 @@ class Member:
         self.weight_version = 0
         self.weight_label: str | None = None
         self.info: ServerInfo | None = None
+        self.draft: dict[int, dict[str, str]] | None = None
+        """Of its draft model's tensors since its start; None: not asked for yet."""
         self.kv_use: float | None = None
         """Share of its KV cache in use when it was last asked; None: it does not tell."""
         self.in_flight_then = self.queue_then = 0
@@ -124,7 +126,7 @@ class Member:
 
     async def forget_client(self) -> None:
         """Closes the connections; the next call opens new ones."""
-        client, self._client = self._client, None
+        client, self._client, self.draft = self._client, None, None
         if client is not None:
             await client.close()
 

@@ -221,6 +221,9 @@ class Supervisor:
                 "rollout.on_publish = keep needs a server that keeps responses in its prefix cache: "
                 "without --disable-radix-cache, --strip-thinking-cache, --enable-deterministic-inference"
             )
+        if info.speculative != self.config.speculative.algorithm.removesuffix("off"):
+            there, here = info.speculative or "off", self.config.speculative.algorithm
+            return f"its speculative decoding is {there}, but rollout.speculative.algorithm = {here}; make them equal"
         if info.altered:
             return f"it runs with {info.altered}, so that its weights cannot be verified; start it without"
         return None
@@ -310,7 +313,8 @@ class Supervisor:
             member.restarts += 1
             while not self._may_start.is_set():
                 await self._may_start.wait()
-            start = asyncio.ensure_future(member.engine.restart())
+            weights = await self.publisher.to_start_with()
+            start = asyncio.ensure_future(member.engine.restart(weights))
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
             await start

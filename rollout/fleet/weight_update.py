@@ -33,7 +33,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import ServerUnavailable
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
-from rollout.weights.checksums import Checksums, expected_checksums, verify
+from rollout.weights.checksums import Checksums, expected_checksums, verify, verify_draft, without_draft
 from rollout.weights.sender import Sent
 from rollout.weights.transport import Target
 from rollout.wire.client import ServerInfo
@@ -161,12 +161,25 @@ class Publisher:
                     continue
                 published.keeping -= {member}
                 await self._stop_drawing(member)
-                await self._load(member, published, folder)
+                if not self.config.speculates:
+                    await self._load(member, published, folder)
+                elif member.weight_label != published.label:
+                    raise ServerUnavailable(f"{member.url}: it started with weights of before; SGLang reads no others")
                 await self._verify_and_resume(member, published, self.timing.load_deadline_s)
             if published is self.current:
                 member.enter(State.READY)
                 self.balancer.dispatch()
                 return
+
+    async def to_start_with(self) -> tuple[Path, str] | None:
+        """The folder and the label of the weights that a server must be started with, since it can read no others
+        later; None: any. Waits for the next publish where they are on no disk."""
+        while self.config.speculates and (published := self.current) is not None:
+            folder = await published.folder()
+            if folder is not None:
+                return folder, published.label
+            await published.superseded.wait()
+        return None
 
     async def hold(self) -> None:
         """Interrupts what the servers draw and keeps back requests that may be; see `RolloutFleet.hold`."""
@@ -330,7 +343,7 @@ class Publisher:
         if member.restarts != target.restarts or not member.serving:
             return None
         failure = sent.failures.get(target.url)
-        if failure is not None and not failure.answers:
+        if failure is not None and (not failure.answers or self.config.speculates):
             raise ServerUnavailable(failure.reason)
         deadline_s = self.config.sync_deadline_s  # over NCCL the checksums are the first answer that needs the data
         if isinstance(published.weights, OnDisk) or failure is not None:
@@ -359,7 +372,8 @@ class Publisher:
             await member.client.flush_cache()
         with member.busy():
             reported = await member.client.checksums(deadline_s)
-        verify(await published.checksums(member.info), reported, member.url)
+        member.draft = verify_draft(member.draft, reported, member.url)
+        verify(await published.checksums(member.info), without_draft(reported), member.url)
         await member.client.resume()
         member.weight_version, member.weight_label = published.weight_version, published.label
         published.verified.add(member)

@@ -55,8 +55,8 @@ class Engine(Protocol):
     def log_tail(self) -> str:
         """The last lines of the log, for errors."""
 
-    async def restart(self) -> None:
-        """Ends what is left of it and begins a new start."""
+    async def restart(self, weights: tuple[Path, str] | None = None) -> None:
+        """Ends what is left of it and begins a new start, with the weights of this folder and name if given."""
         return None
 
     async def close(self) -> None:
@@ -138,8 +138,9 @@ class LocalServer:
     def log_tail(self) -> str:
         return tail(self.spec.log_path)
 
-    async def restart(self) -> None:
+    async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         await asyncio.to_thread(self.kill)
+        self.spec = self.spec.starting_with(weights)
         await self.start()
 
     def kill(self) -> None:

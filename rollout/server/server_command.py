@@ -3,7 +3,7 @@ machine, and its API key, which keeps other users of a machine or network away, 
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,10 @@ class ServerSpec:
     """Everything that the server prints is appended here."""
     api_key_file: Path | None = None
     """File with the key that the server asks its callers for; None: it answers anybody."""
+    draft_model: Path | None = None
+    """Folder of `rollout.speculative.draft_model`."""
+    weight_version: str = "0"
+    """The server's name of the weights in `model_path`."""
     index: int = 0
     """Number of the server; a configured port is counted up from the first server's."""
     shares_memory: bool = False
@@ -46,6 +50,10 @@ class ServerSpec:
     gpus: tuple[str, ...] = ()
     """GPUs of this machine that the server sees, as CUDA_VISIBLE_DEVICES names them, as many as
     `rollout.tensor_parallel`; empty: all."""
+
+    def starting_with(self, weights: tuple[Path, str] | None) -> "ServerSpec":
+        """With other weights, and their name."""
+        return self if weights is None else replace(self, model_path=weights[0], weight_version=weights[1])
 
 
 def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list[str]:
@@ -61,7 +69,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         "--port": str(port),
         "--max-running-requests": str(config.max_running_requests),
         "--mem-fraction-static": str(config.memory_fraction),
-        "--weight-version": "0",
+        "--weight-version": spec.weight_version,
         "--sampling-defaults": "openai",  # not those of the model's generation_config.json
         "--log-level-http": "warning",  # else a line for each request
     }
@@ -78,6 +86,15 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         # With the backup they can go on with their old weights, for example after a checkpoint.
         flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
         arguments["--cuda-graph-backend-prefill"] = "disabled"  # its default kind cannot leave the memory
+    if config.speculates:
+        arguments["--speculative-algorithm"] = config.speculative.algorithm.upper()
+        tokens = config.speculative.draft_tokens
+        arguments |= {"--speculative-num-draft-tokens": str(tokens)} if tokens else {}
+        if spec.draft_model is not None:
+            arguments["--speculative-draft-model-path"] = str(spec.draft_model)
+            chain = {"--speculative-num-steps": str(tokens - 1), "--speculative-eagle-topk": "1"} if tokens else {}
+            arguments |= chain
+            flags += ["--enable-draft-weights-cpu-backup"] if spec.shares_memory else []
     if spec.device == "cuda" and spec.dtype == "float32":
         # FlashAttention 3 and FlashInfer take 16-bit types only, and so does SGLang's RMS norm outside this mode.
         arguments["--attention-backend"] = "triton"

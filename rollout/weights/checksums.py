@@ -188,6 +188,40 @@ def verify(expected: Checksums, reported: Mapping[int, Mapping[str, str]], where
         raise WeightMismatch(where, problems)
 
 
+DRAFT = "draft."
+"""Before SGLang's names of a draft model's tensors."""
+
+
+def without_draft(reported: Checksums) -> Checksums:
+    """Without those of a draft model."""
+    return {
+        rank: {name: value for name, value in names.items() if not name.startswith(DRAFT)}
+        for rank, names in reported.items()
+    }
+
+
+def verify_draft(before: Checksums | None, reported: Checksums, where: str) -> Checksums:
+    """Checksums of the draft model's own tensors. The others are the published model's: embedding and output layer.
+
+    Args:
+        before: since the start of the server; None: not known.
+
+    Raises:
+        WeightMismatch: a publish changed the draft model.
+    """
+    draft = {
+        rank: {
+            name: value
+            for name, value in names.items()
+            if name.startswith(DRAFT) and value != names.get(name.removeprefix(DRAFT))
+        }
+        for rank, names in reported.items()
+    }
+    if before is not None:
+        verify(before, draft, f"{where}: its draft model")
+    return draft
+
+
 def cpu_hash(parts: Sequence[Tensor]) -> str:
     """First 8 bytes of the SHA-256 of the bytes."""
     digest = hashlib.sha256()

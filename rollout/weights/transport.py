@@ -142,6 +142,7 @@ class SharedMemoryTransport:
         payloads, calls = [_payload(handle, bucket) for handle in source], {}
         for url, client in clients.items():
             body = {"serialized_named_tensors": payloads[: self._ranks[url]], "load_format": "flattened_bucket"}
+            body["disable_draft_model"] = True
             calls[url] = client.update_weights("tensor", body, label, self._deadline_s)
         return await failures_of(calls)
 

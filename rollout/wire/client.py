@@ -21,7 +21,7 @@ READ_AHEAD = 1 << 26
 """Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
 server-sent event may be twice as long: 3 million tokens, or 60,000 with the experts of 48 layers."""
 
-_ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
+_ALTERING = ("quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _FORGETFUL = ("disable_radix_cache", "strip_thinking_cache", "enable_deterministic_inference")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
@@ -49,6 +49,8 @@ class ServerInfo:
     """Whether it can say which experts each token was sent to."""
     caches_responses: bool = True
     """Whether it finds the keys and values of a response that has ended again."""
+    speculative: str = ""
+    """SGLang's name of its speculative decoding, in small letters; empty: none."""
     altered: str = ""
     """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
@@ -182,6 +184,7 @@ class SglangClient:
                 streams=bool(answer.get("incremental_streaming_output", False)),
                 routed_experts=bool(answer.get("enable_return_routed_experts", False)),
                 caches_responses=not any(map(answer.get, _FORGETFUL)),
+                speculative=str(answer.get("speculative_algorithm") or "").lower(),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 

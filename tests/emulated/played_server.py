@@ -251,7 +251,7 @@ class PlayedEngine:
     def log_tail(self) -> str:
         return ""
 
-    async def restart(self) -> None:
+    async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         if self.ours:
             self.kill()
             await self.start()

@@ -58,6 +58,7 @@ def serve(
     gpus: tuple[str, ...] = (),
     shares_memory: bool = False,
     routed_experts: bool = False,
+    draft_model: Path | None = None,
     report: Callable[[str], None] = print,
     **fields: Any,
 ) -> T:
@@ -74,6 +75,7 @@ def serve(
         gpus=gpus,
         shares_memory=shares_memory,
         routed_experts=routed_experts,
+        draft_model=draft_model,
     )
     told = {"report": report, "routed_experts": routed_experts}
     fleet = RolloutFleet(config, [LocalServer(config, spec)], vocab_size=vocabulary, **told)  # type: ignore[arg-type]

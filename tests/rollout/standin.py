@@ -7,7 +7,7 @@ weights drew it and at which position.
 import asyncio
 import base64
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class StandIn:
 
     spoils_experts: Callable[[np.ndarray], np.ndarray] | None = None
     """What it makes of the experts before it sends them."""
+    draft: Mapping[str, str] = {}
+    """Checksums of a draft model's tensors; one of a name of the model's own is the model's."""
     load: tuple[float, int] | None = None
     """Share of its KV cache in use and requests that wait, as /v1/loads tells; None: it knows no such route."""
 
@@ -153,9 +155,11 @@ class StandIn:
     def log_tail(self) -> str:
         return f"last words of {self.url}"
 
-    async def restart(self) -> None:
+    async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         await self.die()
         await self.start()
+        if weights is not None:
+            self.loaded, self.label = weights
 
     async def close(self) -> None:
         self.closed = True
@@ -321,6 +325,7 @@ class StandIn:
         checksums = {}
         with suppress(ValueError):  # a real server has checksums of every model
             checksums = dict(expected_checksums(self.loaded, INFO)[0])
+        checksums |= {f"draft.{name}": checksums.get(name, value) for name, value in self.draft.items()}
         if self.corrupt is not None:
             checksums[self.corrupt] = "0" * 16
         rank = {"tp_rank": 0}

@@ -292,7 +292,7 @@ def test_every_server_may_be_asked_for() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("setting", [{"quantization": "fp8"}, {"speculative_algorithm": "EAGLE"}])
+@pytest.mark.parametrize("setting", [{"quantization": "fp8"}, {"torchao_config": "int8wo"}])
 def test_one_server_whose_weights_could_not_be_verified_ends_the_start(setting: dict[str, str]) -> None:
     async def test() -> None:
         servers = [StandIn() for _ in range(10)]

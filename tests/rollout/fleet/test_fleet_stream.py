@@ -112,7 +112,7 @@ class OfOthers(StandIn):
         self.free = asyncio.Event()
         self.free.set()
 
-    async def restart(self) -> None:
+    async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         return None
 
     async def _checksums(self, request: web.Request) -> web.Response:

@@ -245,7 +245,7 @@ def test_a_server_of_others_that_a_killed_run_left_paused_and_busy_gets_the_weig
             self.ours, self.paused = False, True
             self.running["of another run"] = asyncio.Event()
 
-        async def restart(self) -> None:
+        async def restart(self, weights: tuple[Path, str] | None = None) -> None:
             raise AssertionError("nobody here can restart it")
 
         async def _health(self, request: web.Request) -> web.Response:
