@@ -65,7 +65,7 @@ def test_the_config_refuses_an_unknown_verifier():
         *[(f"Answer: {text}", False) for text in ("B. C. D.", "(B) (C)", "(B)(C)", "B) 3 C) 4", "(B) to (D)", "B-D")],
         *[(f"Answer: {text}", False) for text in ("(B) is wrong", "B) isn't right", "B - C", "(B) maybe (C)", "B: C")],
         *[(f"Answer: {text}", True) for text in ("It's B", "I would go with (B)", "definitely B", "B since A fails")],
-        *[(f"Answer: {text}", False) for text in ("It's not B", "I choose B or A", "B because of A or C", "B is wrong")],
+        *[(f"Answer: {text}", False) for text in ("It's not B", "I choose B or A", "B since A or C")],
         ("\\boxed{A} or \\boxed{B}", False),
         ("Answer: B or Answer: A", False),
         ("The letter is B", False),
