@@ -82,6 +82,9 @@ class Config:
         return replace(self, rollout=self.rollout.at_step(step))
 
 
+MOST_RANKS = 1 << 20
+
+
 def contradictions(config: Config) -> Iterator[str]:
     """Every pair of keys that cannot both be meant, as `key = value: rule; remedy`."""
     for rules in (_of_algorithm, _of_data, _of_actor, _of_rollout, _of_run):
@@ -174,6 +177,8 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield "actor.layout.sequence_parallel = true: splits over tensor-parallel ranks, but layout.tensor is 1"
     if layout.virtual_pipeline is not None and layout.pipeline == 1:
         yield f"actor.layout.virtual_pipeline = {layout.virtual_pipeline}: needs layout.pipeline > 1"
+    if layout.world_size > MOST_RANKS:
+        yield f"actor.layout: asks for {layout.world_size} trainer ranks, more than any cluster has; lower it"
     ranks, split = layout.world_size // layout.pipeline, layout.expert * layout.expert_tensor
     if ranks % split:
         yield f"actor.layout.expert x expert_tensor = {split}: must divide tensor x context x data = {ranks}"

@@ -188,6 +188,7 @@ def test_overrides_replace_values_of_the_file(file):
             ["--speculative-algorithm", "set rollout.speculative.algorithm"],
         ),
         ("", ["rollout.extra_args=[--speculative-accept-threshold-acc, '0.9']"], ["not be drawn from the model"]),
+        ("", ["actor.layout.data=" + "9" * 30], ["actor.layout: asks for 999", "lower it"]),
         ("", ["rollout.speculative.draft_tokens=4"], ["draft_tokens: nothing reads them with"]),
         ("", ["rollout.speculative.algorithm=eagle"], ["algorithm = eagle", "set rollout.speculative.draft_model"]),
         (
