@@ -82,7 +82,7 @@ def read_state(folder: Path, *, distributed: bool, lora: LoraConfig, base: str =
 def digest_of(file: Path) -> str:
     """Of a file's content, in hexadecimal."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
