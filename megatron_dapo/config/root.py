@@ -256,6 +256,8 @@ def _of_run(config: Config) -> Iterator[str]:
             if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
     way, ranks = config.rollout.weight_sync, config.rollout.servers * config.rollout.tensor_parallel
+    if way == "tensor" and config.run.mode != "colocated":
+        yield f"rollout.weight_sync = tensor: run.mode={config.run.mode} needs auto, disk or distributed"
     fits = way != "distributed" and (way != "tensor" or ranks <= config.actor.layout.world_size)
     if config.run.mode == "colocated" and not fits:
         yield f"rollout.weight_sync = {way}: run.mode=colocated needs disk, or tensor and {ranks} trainer ranks"
