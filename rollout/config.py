@@ -124,7 +124,7 @@ class RolloutConfig:
 
     weight_sync: Literal["auto", "disk", "tensor", "distributed"] = "auto"
     """How new weights reach the servers (docs/weight_sync.md, also which one `auto` takes). `disk`: a folder that all
-    can read; also where another way fails. `tensor`: shared memory of one machine, or GPUs that both use in turn.
+    can read; also where another way fails. `tensor`: GPUs that both use in turn (`run.mode: colocated`).
     `distributed`: a process group."""
 
     sync_bucket_mb: PositiveInt = 1024

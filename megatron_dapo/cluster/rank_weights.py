@@ -36,11 +36,12 @@ class RankWeights:
             return checksums.finish() if self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
-        """Into the memory of the request's servers; with servers beside the ranks, from all ranks."""
+        """Into the memory of the request's servers; by `tensor` from all ranks."""
         rank, device, gather = self._actor.rank, self._actor.device.device, None
+        beside = request.transport == "tensor"
         # Made on every rank: a model whose checksums are not known fails on all of them, and none waits for another.
         with self._checksums(kinds) as checksums:
-            if request.beside:
+            if beside:
                 each = max([target.info.tensor_parallel for target in request.targets], default=1)
                 own = tuple(target for target in request.targets if target.index * each == rank)
                 request, gather = replace(request, targets=own), partial(_beside, rank - rank % each, each)
@@ -52,8 +53,8 @@ class RankWeights:
                 self._actor.stream_weights(sender, self._bucket_bytes)
                 sent = sender.report()
                 # Inside, since until then servers may read what other ranks hold.
-                failures = gather_objects(dict(sent.failures)) if request.beside else [sent.failures]
-        if request.beside and device.type == "cuda":  # the servers take the rest of their memory next
+                failures = gather_objects(dict(sent.failures)) if beside else [sent.failures]
+        if beside and device.type == "cuda":  # the servers take the rest of their memory next
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         return replace(sent, failures=dict(ChainMap(*failures)))

@@ -73,9 +73,7 @@ class Config:
         if on_gpus and self.run.mode == "colocated":
             # A server that is lost then waits for the next publish: others must serve meanwhile.
             return "tensor" if self.rollout.servers > 1 or self.rollout.speculates else "disk"
-        if on_gpus and not shared:
-            return "distributed"
-        return "tensor" if self.rollout.speculates else "disk"
+        return "distributed" if (on_gpus and not shared) or self.rollout.speculates else "disk"
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
@@ -286,6 +284,8 @@ def _of_run(config: Config) -> Iterator[str]:
             if option.replace("_", "-").startswith(("--disable-radix", "--strip-thinking")):
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
     way, ranks = config.rollout.weight_sync, config.rollout.servers * config.rollout.tensor_parallel
+    if way == "tensor" and config.run.mode != "colocated":
+        yield f"rollout.weight_sync = tensor: run.mode={config.run.mode} needs auto, disk or distributed"
     fits = way != "distributed" and (way != "tensor" or ranks <= config.actor.layout.world_size)
     if config.run.mode == "colocated" and not fits:
         yield f"rollout.weight_sync = {way}: run.mode=colocated needs disk, or tensor and {ranks} trainer ranks"

@@ -105,7 +105,7 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
     """
     try:
         actor = checkpoint.folder / "actor"
-        if sum((actor / name).stat().st_size for name in read_manifest(actor)[1]) <= READ_FIRST:
+        if sum((actor / name).stat().st_size for name in read_manifest(actor)) <= READ_FIRST:
             await asyncio.to_thread(check_whole, actor)
         return load_progress(checkpoint.folder)
     except (CheckpointDamagedError, GroupFileError) as error:

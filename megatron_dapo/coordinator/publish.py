@@ -77,7 +77,6 @@ class TrainerWeights:
             deadline_s=config.rollout.sync_deadline_s,
             backend="nccl" if on_gpu and not self._context.shared_gpu else "gloo",
             api_key_file=key_file(config, self._context.run_dir.path),
-            beside=self._way == "tensor" and self._context.handover.shared,
         )
         return await self._trainer.send_weights(request, self._fleet.kinds)
 

@@ -26,10 +26,6 @@ def sync_seconds(case: Scenario) -> float:
     if in_turn(case):
         gather += model / constants.link(layout.world_size)  # by a broadcast to every rank, beside which a server's is
         send = model / constants.load_bandwidth
-    elif way == "tensor":
-        # To the host once; then every rank of every server takes its share, each over a link of its own.
-        share = model / case.config.rollout.tensor_parallel
-        send = (model + share) / constants.host_bandwidth
     else:
         # A broadcast is a pipeline through all ranks: each passes on what it receives.
         ranks = layout.world_size + case.server_gpus
@@ -57,7 +53,7 @@ def bucket_bytes(case: Scenario) -> float:
 
 def in_turn(case: Scenario) -> bool:
     """Whether weights go from GPU memory of the trainer to servers on the same GPUs."""
-    return case.weight_sync == "tensor" and case.config.run.mode == "colocated"
+    return case.weight_sync == "tensor"
 
 
 def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
@@ -81,10 +77,8 @@ def server_bytes(case: Scenario) -> float:
 
 def host_bytes(case: Scenario) -> dict[str, float]:
     """In host memory of trainer rank 0, and of all nodes that read a weight version, by what holds them."""
-    if case.weight_sync == "distributed" or in_turn(case):
+    if case.weight_sync != "disk":
         return {}
-    if case.weight_sync == "tensor":
-        return {"rank 0: one bucket": bucket_bytes(case)}
     file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)
     return {
         "rank 0: one file of an export and one tensor": file,

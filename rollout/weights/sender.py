@@ -70,7 +70,7 @@ class WeightSender:
         """
         Args:
             device: where the trainer's weights are.
-            gather: with servers beside the trainer's ranks; then all have a sender, and rank 0 broadcasts each bucket.
+            gather: for `tensor`; then all ranks have a sender, and rank 0 broadcasts each bucket.
         """
         self._gather = gather
         self._request, self._checksums, self._groups, self._device = request, checksums, groups, device

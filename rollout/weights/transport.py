@@ -1,4 +1,5 @@
-"""How a bucket of weights gets into paused servers without a file: by memory that they map, or by a process group.
+"""How a bucket of weights gets into paused servers without a file: by a process group, or by memory that those
+beside the trainer's ranks map.
 
 All use SGLang's flattened bucket: all bytes in one piece, and where each tensor lies in it.
 """
@@ -13,7 +14,6 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -64,6 +64,8 @@ class SendRequest:
     """What is to be sent where."""
 
     transport: Literal["tensor", "distributed"]
+    """`tensor`: the ranks of the servers, in the fleet's order, use the devices of trainer ranks 0, 1, ..., and each
+    gets its weights from the rank beside it."""
     targets: tuple[Target, ...]
     """Paused servers; none: only checksums are computed."""
     label: str
@@ -73,9 +75,6 @@ class SendRequest:
     backend: Literal["nccl", "gloo"]
     """Of a process group."""
     api_key_file: Path | None
-    beside: bool = False
-    """Whether the ranks of the servers, in the fleet's order, use the devices of trainer ranks 0, 1, ...: with `tensor`
-    each then gets its weights from the rank beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,23 +87,12 @@ class Failure:
 
 
 class SharedMemoryTransport:
-    """Memory of this machine without a name in the file system, so it is freed when this process ends.
-
-    The servers map it read-only, and each rank reads its share. They must run on this machine as the same user. Weights
-    on a GPU are gathered and hashed there, and copied to the memory bucket by bucket, or mapped there by the servers'
-    ranks on that GPU; on a CPU they are gathered in it, in two pieces in turn.
+    """Memory that the ranks of one server map read-only: a GPU's, which both use, or this machine's, without a name in
+    the file system, so that it is freed when this process ends. There buckets are filled in two pieces in turn.
     """
 
     def __init__(self, request: SendRequest, device: torch.device) -> None:
-        """`device`: where buckets are filled: that of the trainer's weights. RolloutError: a target is elsewhere."""
-        for target in request.targets:
-            with suppress(OSError):  # raised where there is no way to it
-                theirs, ours = _addresses(target.url)
-                if theirs == ours or ip_address(ours).is_loopback:
-                    continue
-            remedy = "rollout.weight_sync must be distributed or disk"
-            raise RolloutError(f"{target.url}: not on the machine of the trainer rank that sends to it; {remedy}")
-        self._ranks = {target.url: target.info.tensor_parallel for target in request.targets}
+        """`device`: where buckets are filled: that of the trainer's weights."""
         self._device, self._deadline_s = device, request.deadline_s
         self._pieces, self._turn = (_SharedMemory(), _SharedMemory()), 0
 
@@ -125,25 +113,20 @@ class SharedMemoryTransport:
         return functools.partial(torch.from_file, dtype=torch.uint8), (path, False, buffer.numel())
 
     async def send(
-        self, source: Tensor | Sequence[Handle], bucket: Any, clients: Mapping[str, SglangClient], label: str | None
+        self, source: Sequence[Handle], bucket: Any, clients: Mapping[str, SglangClient], label: str | None
     ) -> dict[str, Failure]:
-        """Returns when every server has loaded the bucket; {url: why} of those that have not.
+        """Returns when the server has loaded the bucket; {url: why} if it has not.
 
         Args:
-            source: uint8 [size], in which its tensors lie one behind the other; or a handle for each of the server's
-                ranks.
+            source: for each of the server's ranks, a handle to uint8 [size], in which the tensors lie one behind the
+                other.
             bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.hf_weights.Bucket).
             label: the servers' new name of their weights, sent with the last bucket.
         """
-        if isinstance(source, Tensor):
-            if source.device.type != "cpu":
-                source = self._pieces[0].sized(source.numel()).copy_(source)
-            source = [self.handle(source)] * max(self._ranks.values())
-        payloads, calls = [_payload(handle, bucket) for handle in source], {}
-        for url, client in clients.items():
-            body = {"serialized_named_tensors": payloads[: self._ranks[url]], "load_format": "flattened_bucket"}
-            body["disable_draft_model"] = True
-            calls[url] = client.update_weights("tensor", body, label, self._deadline_s)
+        payloads = [_payload(handle, bucket) for handle in source]
+        body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
+        body["disable_draft_model"] = True
+        calls = {url: client.update_weights("tensor", body, label, self._deadline_s) for url, client in clients.items()}
         return await failures_of(calls)
 
     def close(self) -> None:
@@ -190,16 +173,13 @@ def _payload(handle: Handle, bucket: Any) -> str:
 
 def own_address_for(targets: Sequence[Target]) -> str:
     """This machine's address as the servers see it; the loopback address only if all of them are on this machine."""
-    own = [_addresses(target.url)[1] for target in targets]
+    own = []
+    for target in targets:
+        family, _, _, _, where = socket.getaddrinfo(urlsplit(target.url).hostname, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            own.append(str(probe.getsockname()[0]))
     return next((address for address in own if not ip_address(address).is_loopback), own[0])
-
-
-def _addresses(url: str) -> tuple[str, str]:
-    """(a server's address, that of this machine as the server sees it); the same if it is on this machine."""
-    family, _, _, _, where = socket.getaddrinfo(urlsplit(url).hostname, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing
-        return str(where[0]), str(probe.getsockname()[0])
 
 
 class GroupTransport:

@@ -2,7 +2,7 @@
 
 `python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256]`. The receivers are those of
 tests/rollout/peer.py, that keep what they are sent in memory. Each transport is used nine times, in turn with one
-bucket at a time and with two in flight; medians without the first. `beside`: `tensor` with a receiver beside each rank.
+bucket at a time and with two in flight; medians without the first.
 """
 
 import argparse
@@ -112,11 +112,10 @@ def main() -> None:
     copy_s = sorted(copies)[2]
     print(f"{size / 1e9:.2f} GB, a plain copy {copy_s:.2f} s")
     for hashed in (True, False):
-        for transport in ("tensor", "beside", "distributed"):
+        for transport in ("tensor", "distributed"):
             with receivers(given.folder / f"{transport}-{hashed}") as targets:
                 common = {"targets": tuple(targets), "deadline_s": 300.0, "backend": "gloo", "api_key_file": None}
-                common |= {"transport": transport} if transport != "beside" else {"transport": "tensor", "beside": True}
-                requests = [SendRequest(label=label, **common) for label in "123456789"]
+                requests = [SendRequest(transport=transport, label=label, **common) for label in "123456789"]
                 kinds = [INFO] if hashed else []
                 first, *_ = run_ranks(2, timed, requests, kinds, model, given.bucket_mb << 20, timeout_s=900)
             both, one = (statistics.median(first[at::2]) for at in (1, 2))

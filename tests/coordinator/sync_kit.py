@@ -51,7 +51,7 @@ class PoolTrainer:
         """
         Args:
             run: RankPool.run.
-            transport: of SendRequest, or "beside": `tensor` with each server beside a rank.
+            transport: of SendRequest.
             place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype` as for `send`.
         """
         self.run, self.folder, self.transport, self.deadline_s = run, folder, transport, deadline_s
@@ -63,8 +63,7 @@ class PoolTrainer:
 
     async def send(self, targets: Sequence[Target], label: str) -> Sent:
         request = SendRequest(
-            transport="tensor" if self.transport == "beside" else self.transport,  # type: ignore[arg-type]
-            beside=self.transport == "beside",
+            transport=self.transport,  # type: ignore[arg-type]
             targets=tuple(targets),
             label=label,
             deadline_s=self.deadline_s,

@@ -125,20 +125,6 @@ def test_colocated_they_are_written_in_the_trainers_turn_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "transport", "beside"),
-    [("colocated", "tensor", True), ("sync", "tensor", False), ("async", "distributed", False)],
-)
-def test_in_turn_each_rank_sends_to_the_server_beside_it(mode: str, transport: Any, beside: bool) -> None:
-    async def test() -> None:
-        trainer = Recorded(use_gpu=True)
-        context = context_of(trainer, transport, False, mode)
-        await TrainerWeights(context, Path("v3"), transport).send([Target(url="http://a:1", info=GPU, restarts=0)], "3")
-        assert [request.beside for request in trainer.requests] == [beside]
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize(
     ("use_gpu", "info", "shared", "backend"),
     [(False, CPU, False, "gloo"), (True, GPU, False, "nccl"), (True, GPU, True, "gloo"), (False, GPU, False, "gloo")],
 )

@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="these servers are started for the CPU"),
 ]
 BASE = ROOT / "examples" / "quickstart" / "base"
-TRANSPORTS = ("tensor", "distributed", "beside")
+TRANSPORTS = ("tensor", "distributed")
 PLANTED = "model.layers.1.mlp.down_proj.weight"
 
 

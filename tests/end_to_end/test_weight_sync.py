@@ -1,4 +1,6 @@
-"""The whole loop by each way to the servers: the same run, number for number, and no file where none is needed."""
+"""The whole loop by each way to the servers: the same run, number for number, and no file where none is needed.
+
+`colocated` runs by file and by memory are compared in test_quickstart.py."""
 
 import json
 import shutil
@@ -40,11 +42,10 @@ def test_every_way_gives_the_same_run(tmp_path: Path) -> None:
     by_disk = finished_run(tmp_path / "disk", "disk")
     assert [line["weight_version"] for line in by_disk] == [1, 2]
     assert (tmp_path / "disk" / "weights" / "v2").is_dir()
-    for transport in ("tensor", "distributed"):
-        assert finished_run(tmp_path / transport, transport) == by_disk
-        assert not (tmp_path / transport / "weights").exists()
-        log = (tmp_path / transport / "logs" / "server0.log").read_text()
-        assert log.count("init custom process group") == (transport == "distributed"), "one group for all publishes"
+    assert finished_run(tmp_path / "group", "distributed") == by_disk
+    assert not (tmp_path / "group" / "weights").exists()
+    log = (tmp_path / "group" / "logs" / "server0.log").read_text()
+    assert log.count("init custom process group") == 1, "one group for all publishes"
 
 
 def with_experts(folder: Path) -> Path:
@@ -76,11 +77,11 @@ def test_experts_on_two_ranks_learn_the_same_by_file_and_by_memory(tmp_path: Pat
     """Every publish is verified; the engine's log-probs are the trainer's."""
     layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2")
     model = with_experts(tmp_path / "model")
-    by_disk, by_tensor = (
+    by_disk, by_memory = (
         finished_run(tmp_path / transport, transport, f"model.path={model}", *layout)
-        for transport in ("disk", "tensor")
+        for transport in ("disk", "distributed")
     )
-    assert by_disk == by_tensor
+    assert by_disk == by_memory
     assert [line["weight_version"] for line in by_disk] == [1, 2]
     assert all(line["mismatch/mean_abs"] < 1e-6 and line["mismatch/max_abs"] < 1e-4 for line in by_disk)
     assert all(line["accuracy/mean"] > 0 and line["grad_norm"] > 0 for line in by_disk)

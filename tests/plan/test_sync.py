@@ -36,19 +36,16 @@ def test_by_disk_weights_are_gathered_written_and_read_in_turn(constants):
 
 
 def test_in_memory_only_links_count(constants):
-    """By hand: (1 - 1/shards) of the weights over the trainer's link; the host's links, or one sender's broadcast; of
-    the shorter one only the first bucket's share is waited for."""
-    config = recipe("tensor")
+    """By hand: (1 - 1/shards) of the weights over the trainer's link; one sender's broadcast; of the shorter one only
+    the first bucket's share is waited for."""
+    config = recipe("distributed")
     shards = config.actor.layout.tensor * config.actor.layout.pipeline
     link = constants.nvlink_bandwidth if shards <= 8 else constants.network_bandwidth
     gather = MODEL * (shards - 1) / shards / (link * constants.communication_efficiency)
-    parallel = config.rollout.tensor_parallel
     first = max(config.rollout.sync_bucket_mb << 20, EMBEDDING) / MODEL
-    host = MODEL * (1 + 1 / parallel) / constants.host_bandwidth
-    assert seconds("tensor", constants) == pytest.approx(max(host + first * gather, gather + first * host))
     broadcast = MODEL / constants.send_bandwidth
     assert seconds("distributed", constants) == pytest.approx(broadcast + first * gather)
-    assert max(seconds("tensor", constants), seconds("distributed", constants)) < seconds("disk", constants)
+    assert seconds("distributed", constants) < seconds("disk", constants)
     wide = dataclasses.replace(constants, send_bandwidth=1e15)
     broadcast = MODEL / (constants.network_bandwidth * constants.communication_efficiency)
     longer, shorter = max(gather, broadcast), min(gather, broadcast)
@@ -96,7 +93,7 @@ def test_loading_from_memory_is_what_was_published(constants):
     ("way", "megabytes", "expected"),
     [
         ("disk", 4096, 2 * EMBEDDING),
-        ("tensor", 4096, EMBEDDING + 2 * (4096 << 20)),
+        ("distributed", 4096, EMBEDDING + 2 * (4096 << 20)),
         ("distributed", 16, 3 * EMBEDDING),  # the embedding is larger than a bucket
     ],
 )
@@ -107,14 +104,11 @@ def test_what_rank_0_holds(way, megabytes, expected, constants):
 
 
 def test_without_a_disk_no_file_is_held_in_host_memory(constants):
-    kept = {
-        way: set(host_memory(Scenario(recipe(way), HF, constants), 5000.0)) for way in ("disk", "tensor", "distributed")
-    }
+    kept = {way: set(host_memory(Scenario(recipe(way), HF, constants), 5000.0)) for way in ("disk", "distributed")}
     assert kept["disk"] - kept["distributed"] == {
         "rank 0: one file of an export and one tensor",
         "page cache that one weight version fills",
     }
-    assert kept["tensor"] - kept["distributed"] == {"rank 0: one bucket"}
 
 
 def test_buckets_that_do_not_fit_beside_the_servers_cache_are_named(constants):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import ALGORITHM, ALGORITHMS
 from megatron_dapo.actor.checkpoint.checkpoint_pickles import INDEX_FILE, read_index
 from megatron_dapo.actor.weights.hf_files import PIECE_BYTES, WeightsError
 from tools.conversion.stored import Stored
@@ -102,7 +102,7 @@ class PartWriter:
     def __init__(self, file: Path) -> None:
         self._name = file.name
         self._stream = file.open("wb", buffering=0)
-        self._hash = ALGORITHMS[ALGORITHM]()
+        self._hash = xxhash.xxh3_128()
         self.results: list[WriteResult] = []
         # The manifest has a checksum of the file; one of each item would triple the time.
         torch.serialization.set_crc32_options(False)

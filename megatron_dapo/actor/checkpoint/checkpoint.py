@@ -126,7 +126,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
         trained = {key for key, parameter in chunk.named_parameters() if hasattr(parameter, "main_grad")}
         assert trained.isdisjoint(lacking), f"{name} was not asked for {lacking}"
     optimizer.load_state(loaded["optimizer"], state["optimizer_steps"])
-    if asdict(LayoutConfig()) | state["layout"] == asdict(layout):  # an older one has fewer keys
+    if state["layout"] == asdict(layout):
         _set_random_state(loaded["rng"][dist.get_rank()])
 
 

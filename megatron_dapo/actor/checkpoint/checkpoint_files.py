@@ -3,7 +3,7 @@
 The checksums find what a disk, a copy or a kill has damaged, and nothing else: whoever can change a file can change the
 manifest beside it, whatever the algorithm. Against foreign code stands `checkpoint_pickles`, which looks into every
 pickle before it is loaded. So the algorithm is chosen for its speed: XXH3 with 128 bits goes several times as fast as
-SHA-256, which earlier manifests name by having no name.
+SHA-256.
 
 No torch and no ranks here: whoever looks at a checkpoint from outside needs neither.
 """
@@ -30,12 +30,8 @@ CONVERT = "convert it to a Hugging Face folder and give that as model.path, to s
 READERS = 8
 """Threads that share the files of a checkpoint: a parallel file system is not filled by one."""
 
-
 ALGORITHM = "xxh3-128"
-"""Of the manifests that are written."""
-
-ALGORITHMS: Mapping[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""A new hash (`update`, `hexdigest`) of each algorithm that is read."""
+"""Of the manifest's checksums."""
 
 
 def state_text(
@@ -78,21 +74,21 @@ def read_state(folder: Path, *, distributed: bool, lora: LoraConfig, base: str =
     stored = state["extra"].get("lora", {"rank": 0})
     if stored != (json.loads(json.dumps(asdict(lora))) if lora.rank else {"rank": 0}):
         raise CheckpointError(f"{folder}: was written with actor.lora = {stored}; set these, or {CONVERT}")
-    if base and state["extra"].get("base", base) != base:  # older ones have none
+    if base and state["extra"]["base"] != base:
         raise CheckpointError(f"{folder}: its adapters were trained on other weights; set model.path to those")
     return state
 
 
-def digest_of(file: Path, algorithm: str = ALGORITHM) -> str:
+def digest_of(file: Path) -> str:
     """Of a file's content, in hexadecimal."""
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, ALGORITHMS[algorithm]).hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
-def read_manifest(folder: Path) -> tuple[str, dict[str, str]]:
-    """(algorithm, checksum in hexadecimal of every other file of a checkpoint, by its path in the folder).
+def read_manifest(folder: Path) -> dict[str, str]:
+    """Checksum in hexadecimal of every other file of a checkpoint, by its path in the folder.
 
-    The file holds `{"algorithm": "xxh3-128", "files": {"common.pt": "..."}}`, an older one plain SHA-256 by file.
+    The file holds `{"algorithm": "xxh3-128", "files": {"common.pt": "..."}}`.
 
     Raises:
         CheckpointDamagedError: it is damaged or names an algorithm that is not known; or it is not there, or a file
@@ -103,18 +99,15 @@ def read_manifest(folder: Path) -> tuple[str, dict[str, str]]:
         raise _damaged(f"{file} is missing: {folder} is no whole checkpoint")
     try:
         found = json.loads(file.read_text())
-    except ValueError as error:
-        raise _damaged(f"{file} is damaged: {error}") from error
-    named = isinstance(found, dict) and "algorithm" in found
-    algorithm, files = (found["algorithm"], found.get("files")) if named else ("sha256", found)
-    if not isinstance(files, dict) or not files:
-        raise _damaged(f"{file} is damaged: it names no files")
-    if algorithm not in tuple(ALGORITHMS):
+        algorithm, files = found["algorithm"], dict(found["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(f"{file} is damaged: {error!r}") from error
+    if algorithm != ALGORITHM:
         raise _damaged(f"{file}: its checksums are {algorithm!r}, of another version; take the one that wrote it")
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise _damaged(f"{folder / missing[0]} is missing: the checkpoint is not whole")
-    return algorithm, files
+    return files
 
 
 def check_whole(
@@ -131,16 +124,15 @@ def check_whole(
     Raises:
         CheckpointDamagedError: names the first file that is missing or damaged.
     """
-    algorithm, wanted = read_manifest(folder)
+    wanted = read_manifest(folder)
     names = sorted(wanted)
     with ThreadPoolExecutor(READERS) as readers:
-        digests = readers.map(lambda name: digest_of(folder / name, algorithm), names[share])
+        digests = readers.map(lambda name: digest_of(folder / name), names[share])
         own = dict(zip(names[share], digests, strict=True))
     found = {name: digest for part in gather(own) for name, digest in part.items()}
     damaged = [name for name in names if found[name] != wanted[name]]
     if damaged:
-        wrong = f"its {algorithm} is not that of {MANIFEST_FILE}"
-        raise _damaged(f"{folder / damaged[0]} is damaged: {wrong}")
+        raise _damaged(f"{folder / damaged[0]} is damaged: its checksum is not that of {MANIFEST_FILE}")
 
 
 def put_in_place(aside: Path, folder: Path, digests: Mapping[str, str]) -> None:

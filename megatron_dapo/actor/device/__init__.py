@@ -57,7 +57,7 @@ class DeviceChoice:
     while the next forward runs."""
 
     kernels: Mapping[str, str] = field(default_factory=dict)
-    """For each part of the work what does it, and in brackets why: {"norm": "RMSNorm in PyTorch (no CUDA ...)"}."""
+    """For each part of the work what does it: {"optimizer": "FusedAdam of apex"}."""
 
 
 def prepare(device: Literal["auto", "cpu", "cuda"]) -> DeviceChoice:
@@ -153,52 +153,29 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
             f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install "
             "transformer-engine[pytorch], or set actor.layout.context to 1"
         )
+    ranks, lora = config.layout.data * config.layout.context, config.lora.rank > 0
+    backend: Literal["gloo", "nccl"] = "nccl" if cuda else "gloo"
+    fused_adam = found.fused_adam if cuda else None
+    reduces_late = not overlaps or ranks == 1 or lora
+    # The gradient of a weight with an adapter is not kept, and an adapter's comes from it, in no order.
+    accumulates = cuda and found.gradient_accumulation and not lora
+    sums = "an addition after the matrix product"
+    if accumulates or (why_not is None and not lora):
+        sums = "fused into the matrix product" + ("" if accumulates else ", but for the output layer")
+    local = f"PyTorch's attention on packed sequences, RMSNorm in PyTorch ({why_not})"
+    kernels = {
+        "layers": local if why_not else f"TransformerEngine {found.transformer_engine}",
+        "matrix products": dtype if config.fp8 == "none" else f"FP8 {config.fp8}, {config.fp8_recipe} scaling",
+        "gradient accumulation": sums,
+        "gradient reduction": f"{'after' if reduces_late else 'during'} backward ({backend}, {ranks} data-parallel)",
+        "optimizer": f"FusedAdam of {fused_adam}" if fused_adam else "AdamW in FusedAdam's state layout",
+    }
     return DeviceChoice(
         device=torch.device("cpu") if index is None else torch.device("cuda", index),
-        backend="nccl" if cuda else "gloo",
+        backend=backend,
         transformer_engine=why_not is None,
-        fused_adam=cuda and found.fused_adam is not None,
-        # The gradient of a weight with an adapter is not kept, and an adapter's comes from it, in no order.
-        gradient_accumulation=cuda and found.gradient_accumulation and config.lora.rank == 0,
-        overlap_grad_reduce=overlaps and config.layout.data * config.layout.context > 1 and config.lora.rank == 0,
-        kernels=_kernels(config, dtype, found, why_not, cuda=cuda, overlaps=overlaps),
+        fused_adam=fused_adam is not None,
+        gradient_accumulation=accumulates,
+        overlap_grad_reduce=not reduces_late,
+        kernels=kernels,
     )
-
-
-def _kernels(
-    config: ActorConfig, dtype: Dtype, found: Found, why_not: str | None, *, cuda: bool, overlaps: bool
-) -> dict[str, str]:
-    ranks = config.layout.data * config.layout.context
-    engine, fused, lora = why_not is None, cuda and found.fused_adam, config.lora.rank > 0
-    accumulates = cuda and found.gradient_accumulation and not lora
-    because = why_not or f"TransformerEngine {found.transformer_engine} is importable"
-    local = "PyTorch's scaled_dot_product_attention on packed sequences"
-    attention = "TransformerEngine's dot-product attention" if engine else local
-    norm = "TransformerEngine's RMSNorm, fused with the linear after it" if engine else "RMSNorm in PyTorch"
-    products = f"FP8 {config.fp8}, {config.fp8_recipe} scaling" if config.fp8 != "none" else dtype
-    sums = "an addition after the matrix product"
-    if accumulates or (engine and not lora):
-        sums = "fused into the matrix product" + ("" if accumulates else ", but for the output layer")
-    apex = f"Apex's fused_weight_gradient_mlp_cuda is {'' if accumulates else 'not '}importable"
-    apex = f"actor.lora.rank = {config.lora.rank}" if lora else apex
-    adam = f"FusedAdam of {fused}" if fused else "AdamW of this package in FusedAdam's state layout"
-    others = "neither TransformerEngine nor Apex is importable" if cuda else "the fused ones need CUDA"
-    reduction = f"during backward ({ranks} data- and context-parallel ranks over {'NCCL' if cuda else 'gloo'})"
-    if config.optimizer.distributed:
-        reduction += ", weights are gathered during the next forward"
-    if ranks == 1:
-        reduction = "after backward (there is one data-parallel rank)"
-    elif lora:
-        reduction = "after backward (adapters are small)"
-    elif not overlaps:
-        reduction = "after backward (" + (
-            "actor.overlap = false)" if cuda else "over gloo it would take backward's cores)"
-        )
-    return {
-        "attention": f"{attention} ({because})",
-        "norm": f"{norm} ({because})",
-        "matrix products": f"{products} (actor.fp8 = {config.fp8})",
-        "gradient accumulation": f"{sums} ({apex if cuda else NO_CUDA})",
-        "gradient reduction": reduction,
-        "optimizer": f"{adam} ({'it is importable' if fused else others})",
-    }

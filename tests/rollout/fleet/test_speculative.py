@@ -88,7 +88,7 @@ def test_what_cannot_be_together_with_it_is_refused(config_file: Path, other: st
 def test_weights_never_go_by_a_folder(config_file: Path, more: list[str], way: str) -> None:
     config = load_config(config_file, ["rollout.speculative.algorithm=ngram", *more])
     assert config.way_of_weights(on_gpus=True) == way
-    assert config.way_of_weights(on_gpus=True, shared=True) == "tensor"
+    assert config.way_of_weights(on_gpus=True, shared=True) == way
 
 
 @pytest.mark.parametrize(("says", "key"), [({"speculative_algorithm": "EAGLE"}, NGRAM), ({}, NGRAM)])
