@@ -85,10 +85,8 @@ def local_path(path: str, setting: str) -> str:
     if done.returncode or not done.stdout.strip():
         folder = f"{kind}s/{Path(address['name']).name}"
         by_hand = f"hf download {address['name']} --repo-type {kind} --local-dir {folder}"
-        raise ConfigError(
-            f"{setting} = {path}: not in the cache, and the hub did not give it (why: above); without a network here, "
-            f"run `{by_hand}` elsewhere, copy that folder and set {setting}={folder}"
-        )
+        remedy = f"without a network here, run `{by_hand}` elsewhere, copy that folder and set {setting}={folder}"
+        raise ConfigError(f"{setting} = {path}: not in the cache, and not from the hub (why: above); {remedy}")
     return str(Path(done.stdout.strip(), address["file"] or ""))
 
 

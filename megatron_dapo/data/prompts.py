@@ -153,10 +153,8 @@ def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: Verifi
         count = len(reading.prompts) - start
         if count == 0:
             seen = reading.counts - before
-            raise DataError(
-                f"{file.path}: no usable prompt ({seen['rows']} rows read, {seen['duplicates']} duplicates, "
-                f"{seen['broken']} broken, {seen['too_long']} too long)"
-            )
+            told = f"{seen['rows']} rows read, {seen['duplicates']} duplicates, {seen['broken']} broken"
+            raise DataError(f"{file.path}: no usable prompt ({told}, {seen['too_long']} too long)")
         spans.append(Span(name=file.name, start=start, count=count, weight=file.weight))
     digest = hashlib.sha256()
     for prompt in reading.prompts:
@@ -203,10 +201,8 @@ class _Reading:
             try:
                 text, ids = render(raw, self._config.template, self._text.tokenizer)
             except Exception as error:  # a chat template is a program of the model's author and may raise anything
-                raise DataError(
-                    f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
-                    "set data.template to plain or to a text that holds {prompt}"
-                ) from error
+                told = f"the tokenizer's chat template fails ({error!r}); set data.template to plain or to a text"
+                raise DataError(f"{place}: {told} that holds {{prompt}}") from error
             if self._is_copy((text, apart), row.answer, self._by_text) or self._too_long(ids, place):
                 continue
             if len(ids) == 0 or int(ids.max()) >= (size := self._text.vocab_size):
@@ -230,10 +226,8 @@ class _Reading:
         if longest is None or len(ids) <= longest:
             return False
         if self._config.too_long == "stop":
-            raise DataError(
-                f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {longest}; raise it "
-                "(with model.context_length) or set data.too_long=drop"
-            )
+            told = f"the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {longest}"
+            raise DataError(f"{place}: {told}; raise it (with model.context_length) or set data.too_long=drop")
         self.counts["too_long"] += 1
         return True
 

@@ -67,10 +67,8 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
     pieces = [layout.tensor] * (layout.world_size // layout.tensor)
     pieces += [rollout.tensor_parallel] * (0 if shared or rollout.urls else rollout.servers)
     if max(*pieces, rollout.tensor_parallel if not rollout.urls else 0) > size:
-        raise ConfigError(
-            f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}: a "
-            f"tensor-parallel group stands on one node, and a node has {size} {kind}; lower it"
-        )
+        sizes = f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}"
+        raise ConfigError(f"{sizes}: such a group stands on one node, and a node has {size} {kind}; lower it")
     room = [size] * len(pieces)  # of a node for each, more than are needed
     for piece in sorted(pieces, reverse=True):
         room[next(at for at, free in enumerate(room) if free >= piece)] -= piece
@@ -132,15 +130,11 @@ def batch_script(
     """
     limit = limit_s(options.time)
     if limit is not None and warn_s >= limit:
-        raise ConfigError(
-            f"--warn {warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
-            f"be told to save when it starts; lower the one (--warn={ceil(limit / 3)}) or raise the other"
-        )
+        short = f"the time limit --time {options.time} is no longer than that; raise it, or lower the other"
+        raise ConfigError(f"--warn {warn_s}: {short} (--warn={ceil(limit / 3)})")
     if config.run.resume_step is not None:
-        raise ConfigError(
-            f"run.resume_step = {config.run.resume_step}: every start of the job would go back to it; go back once by "
-            "`megatron-dapo train`, and leave it out here"
-        )
+        remedy = "every start of the job would go back to it; go back once by `megatron-dapo train`, without it here"
+        raise ConfigError(f"run.resume_step = {config.run.resume_step}: {remedy}")
     used = used_of_nodes(config, options)
     nodes = options.nodes or len(used)
     if nodes < len(used):
