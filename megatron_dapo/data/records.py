@@ -223,7 +223,7 @@ def _prompt(record: Any, columns: ColumnsConfig, place: str) -> str | Chat:
         said = [(turn.get("role"), turn.get("content")) for turn in prompt if isinstance(turn, dict)]
         texts = [(r.strip(), c.strip()) for r, c in said if isinstance(r, str) and isinstance(c, str)]
         if len(texts) < len(prompt) or not all(role for role, _ in texts) or not any(content for _, content in texts):
-            wanted = "{role, content}, both texts; each turn needs a role, and one must say something"
+            wanted = "{role, content}, both texts, or a turn is without a role, or no turn says anything"
             raise DataError(f"{place}: {columns.prompt_key} is no chat list of {wanted}")
     elif not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")

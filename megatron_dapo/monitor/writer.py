@@ -19,7 +19,6 @@ import numpy as np
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
-from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
 
 Row = Mapping[str, Any]
@@ -132,12 +131,7 @@ class MetricsWriter:
 
     def write(self, values: Mapping[str, Value]) -> Line:
         """One rollout step. Returns the line as `read_metrics` gives it: what was not finite is None and is named in
-        `non_finite`.
-
-        Raises:
-            UndeclaredMetricError: a name that the catalog does not hold.
-        """
-        check_declared(values)
+        `non_finite`."""
         broken = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
         line: Line = {name: None if name in broken else value for name, value in values.items()}
         if broken:
