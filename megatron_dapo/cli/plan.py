@@ -31,7 +31,11 @@ def plan_command(
     constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
     plan = make_plan(Scenario(config, hf, constants))
     size = {"source": source, "parameters": model_parameters(hf), "active": active_parameters(hf)}
-    print(json.dumps(_tree(size, plan), indent=2) if as_json else _page(size, plan))
+    if as_json:
+        print(json.dumps(_tree(size, plan), indent=2))
+    else:
+        named = {"plan": plan, "case": plan.case, "step": plan.step, "shared": share_gpus(config), "phases": PHASES}
+        print(text_page("megatron_dapo.plan", "plan.txt.j2", json=json.dumps, **named, **size))
     return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
 
 
@@ -49,9 +53,3 @@ def _tree(model: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         "workload": asdict(plan.case.workload),
         "step": plan.step and asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours},
     }
-
-
-def _page(model: Mapping[str, Any], plan: Plan) -> str:
-    """templates/plan.txt.j2 of it."""
-    named = {"plan": plan, "case": plan.case, "step": plan.step, "shared": share_gpus(plan.case.config)}
-    return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named, **model)

@@ -76,9 +76,7 @@ class PromptSet:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
             found = [order.index_at(position) for position in range(PROBED)]
             if found != [other.index_at(position) for position in reversed(range(PROBED))][::-1]:
-                raise ValueError(
-                    "a position has another prompt when it is asked again; index_at must depend on it alone"
-                )
+                raise ValueError("a position has another prompt when it is asked again, not by its number alone")
             if not all(isinstance(one, int) and 0 <= one < count for one in found):
                 raise ValueError(f"index_at must give indices of the {count} prompts; the first: {found[:9]}")
         except Exception as error:  # a user's code may fail in any way

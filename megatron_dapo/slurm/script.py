@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-import jinja2
-
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.scenario import share_gpus
 
 
@@ -151,16 +150,15 @@ def batch_script(
     others = (cwd, run_dir, config_file, *map(Path, options.python_path))
     mounts = options.mounts or (mounted(config, *others) if options.container else "")
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    environment.filters["quote"] = shlex.quote
-    return environment.get_template("run.sbatch.j2").render(
+    return text_page(
+        "megatron_dapo.slurm",
+        "run.sbatch.j2",
+        quote=shlex.quote,
         options=options,
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
         config=config_file.name,
-        name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
+        job_name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=nodes,
         gpus=gpus,
         cpus=cpus,

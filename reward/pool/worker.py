@@ -96,9 +96,8 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
             return replace(judged, seconds=seconds)
         case bool():
             return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(
-        job, f"verifier {name!r} returned {judged!r:.80}, not a Judgement of True or False, nor a bool", start
-    )
+    wanted = "not a Judgement of True or False, nor a bool"
+    return _failure(job, f"verifier {name!r} returned {judged!r:.80}, {wanted}", start)
 
 
 def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:

@@ -174,9 +174,8 @@ def _last_of(text: str) -> tuple[Any, str] | None:
             continue
         evident = _EVIDENT.match(text, begin) is not None
         paragraph = -1 if evident or text[begin] == "{" else text.find("\n\n", begin)
-        closed = (
-            None if begin in unclosed else _closed(text, begin, len(text) if paragraph < 0 else paragraph, unclosed)
-        )
+        end = len(text) if paragraph < 0 else paragraph
+        closed = None if begin in unclosed else _closed(text, begin, end, unclosed)
         stated = (ABSENT, "") if evident else stated
         broken_to = len(text) if evident or _KEYED.match(text, begin) else max(stopped, begin + 1)
         at = broken_to if closed is None else closed
