@@ -89,10 +89,8 @@ class PromptSet:
         verifiers, counts = Counter(prompt.verifier for prompt in self.prompts), self.counts
         judged = ", ".join(f"{count} by {name}" for name, count in sorted(verifiers.items()))
         against = f" ({counts['contradictions']} with another answer)" if counts["contradictions"] else ""
-        return (
-            f"{counts['rows']} rows read, {len(self.prompts)} used, {counts['duplicates']} duplicates{against}, "
-            f"{counts['broken']} broken, {counts['too_long']} too long; judged: {judged}"
-        )
+        read = f"{counts['rows']} rows read, {len(self.prompts)} used, {counts['duplicates']} duplicates{against}"
+        return f"{read}, {counts['broken']} broken, {counts['too_long']} too long; judged: {judged}"
 
 
 class VerifierChoice:

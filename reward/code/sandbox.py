@@ -70,8 +70,7 @@ class Sandbox:
         try:
             receive(self.replies, time.monotonic() + START_LIMIT_S)
         except (EOFError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise VerifierError(f"verifier code: the sandbox does not start ({reason})") from None
+            raise VerifierError(f"verifier code: the sandbox does not start ({error!r})") from None
         try:
             send(self.requests, self._order | {"file_bytes": file_bytes})
             answer = receive(self.replies, time.monotonic() + START_LIMIT_S)
