@@ -182,10 +182,8 @@ def checked(outcome: object) -> Outcome:
                 if length > STATE_LIMIT:
                     raise ValueError(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
                 return replace(outcome, text=sendable(shortened(text, TEXT_LIMIT)))
-    raise NotAnOutcome(
-        f"it returned {str(outcome)[:80]!r}, which is no Observation (text, JSON state, reward within a million, role "
-        "user or tool), no End (accuracy True or False, reward within a million) and not None"
-    )
+    forms = "no Observation with text and role user or tool, no End with accuracy True or False, not None"
+    raise NotAnOutcome(f"it returned {str(outcome)[:80]!r}, which is {forms}; or its reward is beyond a million")
 
 
 def outcome_of(fields: Any) -> Outcome:

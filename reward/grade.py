@@ -45,17 +45,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m reward", description=__doc__)
     defaults = RewardConfig()
     parser.add_argument("command", choices=["grade"], help="judge the responses of a JSON lines file")
-    parser.add_argument(
-        "file", help='JSON lines with "response", "ground_truth" and optionally "verifier" and "prompt"; - for stdin'
-    )
+    fields = '"response", "ground_truth" and optionally "verifier" and "prompt"'
+    parser.add_argument("file", help=f"JSON lines with {fields}; - for stdin")
     parser.add_argument("--output", help="write the verdicts here instead of to standard output")
     names = f"{', '.join(VERIFIERS)}, module:function, or a weighted sum"
     parser.add_argument("--verifier", default=defaults.verifier, help=f"for lines that name none: {names}")
     parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
-    parser.add_argument("--algebra-workers", type=int, default=defaults.algebra_workers, help="processes for algebra")
     parser.add_argument("--timeout", dest="timeout_s", type=float, default=defaults.timeout_s, help="seconds a verdict")
     parser.add_argument("--remote-url", help="service that judges the lines of verifier remote")
-    parser.add_argument("--memory-mb", type=int, default=defaults.memory_mb, help="MiB a worker may take")
     arguments = parser.parse_args()
     options = {key: value for key, value in vars(arguments).items() if key in RewardConfig.__annotations__}
     try:

@@ -117,10 +117,8 @@ def find_named_by_data(name: str, allowed: Collection[str]) -> Entry:
     for _, part in weighted(name):
         known = part in VERIFIERS or find(part).fast
         if not known and not any(part == own for each in allowed for _, own in weighted(each)):
-            raise VerifierError(
-                f"verifier {part[:80]!r} is code that only the file names; a data file may not choose code to run: "
-                "name it in the command or in the config too"
-            )
+            remedy = "a data file may not choose code to run: name it in the command or in the config too"
+            raise VerifierError(f"verifier {part[:80]!r} is code that only the file names; {remedy}")
     return entry
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from examples.ablation.rungs import Planned
 from examples.ablation.runs import FAILURE
-from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.writer import Line, read_metrics
 from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 
@@ -86,7 +85,6 @@ def late_lines(lines: Sequence[Line]) -> Sequence[Line]:
 
 def weighted(lines: Sequence[Line], name: str, weight: str) -> float:
     """Mean of a metric over steps of unlike size: sum of value x weight / sum of weights."""
-    check_declared([name, weight])
     known = [line for line in lines if line.get(name) is not None]
     total = sum(line[weight] for line in known)
     return sum(line[name] * line[weight] for line in known) / total if total else 0.0

@@ -18,6 +18,7 @@ from megatron_dapo.cli.diff import diff
 from megatron_dapo.cli.doctor import doctor
 from megatron_dapo.cli.eval import evaluate
 from megatron_dapo.cli.exit_codes import exit_code_of, named
+from megatron_dapo.cli.plan import plan
 from megatron_dapo.cli.slurm import slurm
 from megatron_dapo.cli.status import status
 
@@ -66,24 +67,6 @@ def report(
     file = out or runs[0] / "report.html"
     file.write_text(report_page([Run(folder) for folder in runs], smooth), encoding="utf-8")
     print(file)
-
-
-def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB (10^9 bytes) of a GPU; 80 if not given.")] = None,
-    mean_length: Annotated[float | None, typer.Option(min=1, help="Tokens of a response, uncut, on average.")] = None,
-    sigma: Annotated[float | None, typer.Option(min=0, help="Deviation of the logarithm of the length.")] = None,
-    pass_rate: Annotated[float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept.")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="Constants of your hardware.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
-) -> None:
-    """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
-    from megatron_dapo.cli.plan import plan_command
-
-    assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
-    assumed["pass_rate"] = pass_rate
-    raise typer.Exit(plan_command(config, overrides or [], calibration, as_json=json, **assumed))
 
 
 def check(config: ConfigFile, overrides: Overrides = None) -> None:

@@ -1,41 +1,54 @@
 """`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.monitor.console import text_page
-from megatron_dapo.plan.memory import PHASES
-from megatron_dapo.plan.planner import Plan, make_plan
-from megatron_dapo.plan.rank_state import active_parameters, model_parameters
-from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions, share_gpus
+
+if TYPE_CHECKING:
+    from megatron_dapo.plan.planner import Plan
 
 
-def plan_command(
-    path: Path, overrides: Sequence[str], calibration: Path | None, *, as_json: bool, **assumed: float | None
-) -> ExitCode:
-    """Print the plan. FINISHED if everything fits, else CONFIG.
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB (10^9 bytes) of a GPU; 80 if not given.")] = None,
+    mean_length: Annotated[float | None, typer.Option(min=1, help="Tokens of a response, uncut, on average.")] = None,
+    sigma: Annotated[float | None, typer.Option(min=0, help="Deviation of the logarithm of the length.")] = None,
+    pass_rate: Annotated[float | None, typer.Option(min=0.01, max=0.99, help="Share of groups kept.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Constants of your hardware.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
+) -> None:
+    """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
+    from megatron_dapo.plan.memory import PHASES
+    from megatron_dapo.plan.planner import make_plan
+    from megatron_dapo.plan.rank_state import active_parameters, model_parameters
+    from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions, share_gpus
 
-    Args:
-        assumed: constants that take another value than the calibration's, where one is given.
-
-    Raises:
-        ConfigError: a config or a calibration that is none, or a layout that does not divide the model.
-    """
-    config, constants = load_config(path, overrides), load_calibration(calibration)
-    hf, source = model_dimensions(config.model.path)
+    loaded, constants = load_config(config, overrides or []), load_calibration(calibration)
+    hf, source = model_dimensions(loaded.model.path)
+    assumed = {"gpu_memory": gpu_memory and gpu_memory * 1e9, "mean_response": mean_length, "response_sigma": sigma}
+    assumed["pass_rate"] = pass_rate
     constants = replace(constants, **{name: value for name, value in assumed.items() if value is not None})
-    plan = make_plan(Scenario(config, hf, constants))
+    found = make_plan(Scenario(loaded, hf, constants))
     size = {"source": source, "parameters": model_parameters(hf), "active": active_parameters(hf)}
-    print(json.dumps(_tree(size, plan), indent=2) if as_json else _page(size, plan))
-    return ExitCode.FINISHED if plan.fits else ExitCode.CONFIG
+    if json:
+        print(dumps(_tree(size, found), indent=2))
+    else:
+        named = {"plan": found, "case": found.case, "step": found.step, "shared": share_gpus(loaded), "phases": PHASES}
+        print(text_page("megatron_dapo.plan", "plan.txt.j2", **named, **size))
+    raise typer.Exit(ExitCode.FINISHED if found.fits else ExitCode.CONFIG)
 
 
-def _tree(model: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+def _tree(model: Mapping[str, Any], plan: "Plan") -> dict[str, Any]:
     """The plan as JSON holds it: bytes, seconds, tokens."""
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
     return {
@@ -49,9 +62,3 @@ def _tree(model: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         "workload": asdict(plan.case.workload),
         "step": plan.step and asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours},
     }
-
-
-def _page(model: Mapping[str, Any], plan: Plan) -> str:
-    """templates/plan.txt.j2 of it."""
-    named = {"plan": plan, "case": plan.case, "step": plan.step, "shared": share_gpus(plan.case.config)}
-    return text_page("megatron_dapo.plan", "plan.txt.j2", phases=PHASES, json=json.dumps, **named, **model)

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -22,13 +22,6 @@ from megatron_dapo.storage.run_dir import newest_step
 
 STALE_S = 30.0
 """A sign of life that is older than this says that a run on another machine is gone, or its coordinator stuck."""
-
-
-class Liveness(NamedTuple):
-    """Whether a run goes on, and how that is known."""
-
-    alive: bool
-    text: str
 
 
 def lock_holder(folder: Path) -> int | None:
@@ -50,34 +43,34 @@ def lock_holder(folder: Path) -> int | None:
     return None
 
 
-def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now: float | None = None) -> Liveness:
-    """Whether the run goes on.
+def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now: float) -> tuple[bool, str]:
+    """Whether the run goes on, and how that is known.
 
     Args:
         beat: last sign of life.
         holder: process that holds the lock on this machine.
         finished: whether `summary.json` is there.
-        now: seconds since 1970; None: the clock.
+        now: seconds since 1970.
     """
-    age = (time.time() if now is None else now) - beat.written if beat else 0.0
+    age = now - beat.written if beat else 0.0
     if holder is not None:
         stuck = beat and beat.pid == holder and age > STALE_S
         late = f"; no sign of life for {duration(age)}: the coordinator is busy or stuck" if stuck else ""
-        return Liveness(True, f"running, process {holder} on this machine holds the lock{late}")
+        return True, f"running, process {holder} on this machine holds the lock{late}"
     if beat is None:
         none = "not running: no process of this machine holds the lock, and no status.json"
-        return Liveness(False, "finished" if finished else none)
+        return False, "finished" if finished else none
     when = f"({duration(abs(age))} {'ago' if age >= 0 else 'ahead of this clock'})"
     again = "run.resume=true" if beat.rollout_steps else "the same command"  # an evaluation alone has no steps
     if beat.state != "running":
         how = {"stopped": f"stopped and saved, continue with {again}", "failed": "failed, see the last error"}
-        return Liveness(False, f"{how.get(beat.state, beat.state)} {when}")
+        return False, f"{how.get(beat.state, beat.state)} {when}"
     process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
     if elsewhere and abs(age) <= STALE_S:
-        return Liveness(True, f"running, {process} {when}")
+        return True, f"running, {process} {when}"
     unless = " (or its coordinator is stuck)" if elsewhere else ""
     sign = f"{process} gave its last sign of life {when}; look at the end of logs/, continue with {again}"
-    return Liveness(False, f"died without an error message{unless}: {sign}")
+    return False, f"died without an error message{unless}: {sign}"
 
 
 SILENT_S = 600.0
@@ -122,10 +115,6 @@ def _has_job(log: Path, _period: int) -> bool:
     return True
 
 
-def _newest_log(folder: Path) -> Path | None:
-    return max((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime, default=None)
-
-
 def _job_log(log: Path | None) -> str:
     """Where the newest Slurm job says why it ended, and its last lines; empty without one."""
     last = log.read_text(errors="replace")[-2000:].splitlines()[-LOG_LINES:] if log else []
@@ -134,7 +123,8 @@ def _job_log(log: Path | None) -> str:
 
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a terminal first."""
-    log = _newest_log(folder)
+    logs = (folder / "logs").glob("slurm-*.log")
+    log = max(logs, key=lambda log: log.stat().st_mtime, default=None)
     if (folder / "logs").is_dir() and not any((folder / name).exists() for name in RUN_FILES):
         job = _job_log(log) or "its job waits in the queue, or was not submitted"
         if not clear or (log and not _may_go_on(log)):
@@ -148,22 +138,21 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
         checkpoint = newest_step(folder)
     except OSError as error:
         raise ReportError(f"{error.filename}: {error.strerror}; ask the owner of the run to let you read it") from None
-    state = liveness(beat, lock_holder(folder), finished=bool(run.summary))
+    alive, said = liveness(beat, lock_holder(folder), finished=bool(run.summary), now=time.time())
     alarms = HealthMonitor(run.lines, **run.alarm_bounds).alarms
-    job = "" if state.alive or state.text.startswith("finished") else _job_log(log)
+    job = "" if alive or said.startswith("finished") else _job_log(log)
     going = bool(job) and _may_go_on(log)
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
-    shown = state.text.replace("died without an error message", ended) + ("; Slurm may start it again" if going else "")
-    named: dict[str, Any] = {"run": run, "beat": beat, "alive": state.alive, "alarms": alarms}
+    shown = said.replace("died without an error message", ended) + ("; Slurm may start it again" if going else "")
+    named: dict[str, Any] = {"run": run, "beat": beat, "alive": alive, "alarms": alarms}
     named |= {"file": FILE, "now": time.time(), "progress": _progress(run, beat, checkpoint)}
     named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()]}
     text = text_page("megatron_dapo.cli", "status.txt.j2", local=_local_time, **named)
     if clear:  # everything is there at once
         screen.clear()
     screen.print(text, emoji=False, end="")
-    if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
-        return state.alive or going or time.time() - beat.written < SILENT_S
-    return state.alive or going
+    far = beat is not None and beat.state == "running" and beat.host != socket.gethostname()
+    return alive or going or (far and time.time() - beat.written < SILENT_S)
 
 
 def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:

@@ -74,16 +74,13 @@ def departures(flat: Mapping[str, Any], preset: str = PAPER) -> list[Stated]:
 
 
 def _meant(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """With one word for what two say: `auto` and what it stands for; taking turns, on one GPU or on two; and an old
-    run's name of `filter`."""
+    """With one word for what two say: `auto` and what it stands for; taking turns, on one GPU or on two."""
     meant = dict(flat)
     if meant.get("algorithm.importance.mode") == "auto":
         loss, stale = meant.get("algorithm.policy_loss"), meant.get("algorithm.dynamic_sampling.max_staleness")
         meant["algorithm.importance.mode"] = automatic_mode(str(loss), stale or 0)
     if meant.get("run.mode") == "colocated":
         meant["run.mode"] = "sync"
-    if isinstance(enabled := meant.get("algorithm.dynamic_sampling.enabled"), bool):
-        meant.setdefault("algorithm.dynamic_sampling.filter", "refill" if enabled else "off")
     return meant
 
 

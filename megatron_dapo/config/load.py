@@ -73,10 +73,6 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     for override in overrides:
         _override(tree, lines, override)
     of_a_run = path.with_name("ledger.jsonl").exists()
-    if of_a_run and isinstance(tree.get("run"), dict):
-        tree["run"].pop("save_batches", None)  # a key that earlier runs have stored
-        if (actor := tree.get("actor") or {}).get("recompute") == "selective":  # their word for it
-            actor["recompute"] = ["core_attn"]
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))

@@ -107,10 +107,8 @@ def _of_algorithm(config: Config) -> Iterator[str]:
             value = getattr(clip, name)
             if value != default and f"clip.{name}" not in entry.reads:
                 left = "null" if default is None else f"{default:g}"
-                yield (
-                    f"algorithm.clip.{name} = {value:g}: policy_loss {algorithm.policy_loss} does not read it; "
-                    f"leave it out, or set it to {left}"
-                )
+                unread = f"policy_loss {algorithm.policy_loss} does not read it"
+                yield f"algorithm.clip.{name} = {value:g}: {unread}; leave it out, or set it to {left}"
         for name in sorted(algorithm.loss_options.keys() - entry.options):
             valid = ", ".join(entry.options) or "none"
             yield f"algorithm.loss_options.{name}: policy_loss {algorithm.policy_loss} does not read it; valid: {valid}"
@@ -118,10 +116,8 @@ def _of_algorithm(config: Config) -> Iterator[str]:
             if value <= 0:
                 yield f"algorithm.loss_options.{name} = {value:g}: must be above 0"
         if entry.needs_rollout_log_probs and algorithm.importance_mode != "none":
-            yield (
-                f"algorithm.importance.mode = {algorithm.importance_mode}: policy_loss {algorithm.policy_loss} "
-                "corrects for the engine by itself; set it to none"
-            )
+            alone = f"policy_loss {algorithm.policy_loss} corrects for the engine by itself"
+            yield f"algorithm.importance.mode = {algorithm.importance_mode}: {alone}; set it to none"
     if algorithm.kl.reset_every is not None and algorithm.kl.coefficient == 0:
         yield f"algorithm.kl.reset_every = {algorithm.kl.reset_every}: without kl.coefficient there is no reference"
     control, start = algorithm.entropy_control, algorithm.entropy_coefficient
@@ -140,11 +136,8 @@ def _of_data(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest, given = (config.data.max_prompt_tokens or 1) + config.longest_continuation, config.model.context_length
     if longest > given:
-        yield (
-            f"model.context_length = {given}: must hold a prompt and rollout.max_new_tokens = "
-            f"{rollout.longest_response}, with thinking_end (at most a token a byte) and the observations between "
-            f"turns where there are any, {longest} tokens together; raise it or lower that"
-        )
+        told = f"model.context_length = {given}: must hold a prompt, max_new_tokens = {rollout.longest_response}"
+        yield f"{told}, thinking_end (at most a token a byte) and observations: {longest} tokens; raise it or lower one"
     if (config.data.path is None) == (not config.data.mixture):
         both = "both are" if config.data.mixture else "neither is"
         yield f"data.path and data.mixture: {both} given; name one prompt file, or several in the mixture"
@@ -269,10 +262,8 @@ def _of_speculation(config: Config) -> Iterator[str]:
 def _of_run(config: Config) -> Iterator[str]:
     sampling = config.algorithm.dynamic_sampling
     if config.run.mode == "async" and sampling.ahead > sampling.max_staleness:
-        yield (
-            f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: above max_staleness = {sampling.max_staleness}: "
-            "what is written ahead would expire; raise max_staleness"
-        )
+        above = f"above max_staleness = {sampling.max_staleness}: what is written ahead would expire"
+        yield f"algorithm.dynamic_sampling.ahead = {sampling.ahead:g}: {above}; raise max_staleness"
     if config.run.mode == "colocated" and config.rollout.urls:
         yield "rollout.urls: somebody else's servers are not on the trainer's GPUs; set run.mode to sync or async"
     if (publish := config.rollout.on_publish) != "restart":

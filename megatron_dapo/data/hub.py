@@ -71,24 +71,18 @@ def local_path(path: str, setting: str) -> str:
     kind, wanted = ("dataset", [address["file"] or "*"]) if address["datasets"] else ("model", _MODEL_FILES)
     command = [sys.executable, "-m", "huggingface_hub.cli.hf", "download", "--quiet", f"--repo-type={kind}"]
     command += [f"--revision={address['revision'] or 'main'}", *(f"--include={pattern}" for pattern in wanted)]
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "0",
-    }
+    own = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
     print(f"{setting} = {path}: taken from Hugging Face's cache, or the hub", file=sys.stderr, flush=True)
     try:
         command.append(address["name"])
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=DOWNLOAD_S)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | own, timeout=DOWNLOAD_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{setting} = {path}: the download took over {DOWNLOAD_S} s; start again to go on") from None
     if done.returncode or not done.stdout.strip():
         folder = f"{kind}s/{Path(address['name']).name}"
         by_hand = f"hf download {address['name']} --repo-type {kind} --local-dir {folder}"
-        raise ConfigError(
-            f"{setting} = {path}: not in the cache, and the hub did not give it (why: above); without a network here, "
-            f"run `{by_hand}` elsewhere, copy that folder and set {setting}={folder}"
-        )
+        remedy = f"without a network here, run `{by_hand}` elsewhere, copy that folder and set {setting}={folder}"
+        raise ConfigError(f"{setting} = {path}: not in the cache, and not from the hub (why: above); {remedy}")
     return str(Path(done.stdout.strip(), address["file"] or ""))
 
 

@@ -76,9 +76,7 @@ class PromptSet:
             order, other = (load_named(name)(self.prompts, seed) for _ in range(2))
             found = [order.index_at(position) for position in range(PROBED)]
             if found != [other.index_at(position) for position in reversed(range(PROBED))][::-1]:
-                raise ValueError(
-                    "a position has another prompt when it is asked again; index_at must depend on it alone"
-                )
+                raise ValueError("a position has another prompt when it is asked again, not by its number alone")
             if not all(isinstance(one, int) and 0 <= one < count for one in found):
                 raise ValueError(f"index_at must give indices of the {count} prompts; the first: {found[:9]}")
         except Exception as error:  # a user's code may fail in any way
@@ -91,10 +89,8 @@ class PromptSet:
         verifiers, counts = Counter(prompt.verifier for prompt in self.prompts), self.counts
         judged = ", ".join(f"{count} by {name}" for name, count in sorted(verifiers.items()))
         against = f" ({counts['contradictions']} with another answer)" if counts["contradictions"] else ""
-        return (
-            f"{counts['rows']} rows read, {len(self.prompts)} used, {counts['duplicates']} duplicates{against}, "
-            f"{counts['broken']} broken, {counts['too_long']} too long; judged: {judged}"
-        )
+        read = f"{counts['rows']} rows read, {len(self.prompts)} used, {counts['duplicates']} duplicates{against}"
+        return f"{read}, {counts['broken']} broken, {counts['too_long']} too long; judged: {judged}"
 
 
 class VerifierChoice:
@@ -153,10 +149,8 @@ def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: Verifi
         count = len(reading.prompts) - start
         if count == 0:
             seen = reading.counts - before
-            raise DataError(
-                f"{file.path}: no usable prompt ({seen['rows']} rows read, {seen['duplicates']} duplicates, "
-                f"{seen['broken']} broken, {seen['too_long']} too long)"
-            )
+            told = f"{seen['rows']} rows read, {seen['duplicates']} duplicates, {seen['broken']} broken"
+            raise DataError(f"{file.path}: no usable prompt ({told}, {seen['too_long']} too long)")
         spans.append(Span(name=file.name, start=start, count=count, weight=file.weight))
     digest = hashlib.sha256()
     for prompt in reading.prompts:
@@ -203,10 +197,8 @@ class _Reading:
             try:
                 text, ids = render(raw, self._config.template, self._text.tokenizer)
             except Exception as error:  # a chat template is a program of the model's author and may raise anything
-                raise DataError(
-                    f"{place}: the tokenizer's chat template fails ({type(error).__name__}: {error}); "
-                    "set data.template to plain or to a text that holds {prompt}"
-                ) from error
+                told = f"the tokenizer's chat template fails ({error!r}); set data.template to plain or to a text"
+                raise DataError(f"{place}: {told} that holds {{prompt}}") from error
             if self._is_copy((text, apart), row.answer, self._by_text) or self._too_long(ids, place):
                 continue
             if len(ids) == 0 or int(ids.max()) >= (size := self._text.vocab_size):
@@ -230,10 +222,8 @@ class _Reading:
         if longest is None or len(ids) <= longest:
             return False
         if self._config.too_long == "stop":
-            raise DataError(
-                f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {longest}; raise it "
-                "(with model.context_length) or set data.too_long=drop"
-            )
+            told = f"the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {longest}"
+            raise DataError(f"{place}: {told}; raise it (with model.context_length) or set data.too_long=drop")
         self.counts["too_long"] += 1
         return True
 

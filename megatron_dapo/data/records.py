@@ -39,10 +39,8 @@ def check_file(path: Path, setting: str) -> list[Path]:
     files = _dataset(path, setting) if path.is_dir() else shards or [path]
     for file in files:
         if not file.is_file():
-            raise DataError(
-                f"{file}: no such prompt file{begins(file)}; set {setting} to a {_NAMED} file, a dataset's folder, or "
-                "hf://datasets/OWNER/NAME/FILE of the Hugging Face hub"
-            )
+            known = f"a {_NAMED} file, a dataset's folder, or hf://datasets/OWNER/NAME/FILE of the Hugging Face hub"
+            raise DataError(f"{file}: no such prompt file{begins(file)}; set {setting} to {known}")
         if not os.access(file, os.R_OK):
             raise DataError(f"{file}: this user may not read it; change its permissions or name another file")
         if file.suffix not in KINDS:
@@ -214,9 +212,8 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
     try:
         json.dumps([prompt, answer, source], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # JSON can write `\ud800`, UTF-8, and so any tokenizer, cannot
-        raise DataError(
-            f"{place}: holds {error.object[error.start]!a}, half a character (a lone surrogate); fix the text"
-        ) from None
+        half = f"{error.object[error.start]!a}, half a character (a lone surrogate)"
+        raise DataError(f"{place}: holds {half}; fix the text") from None
     return Row(prompt=prompt, answer=answer, structured=structured, source=source, verifier=verifier)
 
 
@@ -226,10 +223,8 @@ def _prompt(record: Any, columns: ColumnsConfig, place: str) -> str | Chat:
         said = [(turn.get("role"), turn.get("content")) for turn in prompt if isinstance(turn, dict)]
         texts = [(r.strip(), c.strip()) for r, c in said if isinstance(r, str) and isinstance(c, str)]
         if len(texts) < len(prompt) or not all(role for role, _ in texts) or not any(content for _, content in texts):
-            raise DataError(
-                f"{place}: {columns.prompt_key} is no chat list of {{role, content}}, both texts, or a turn is without "
-                "a role, or no turn says anything"
-            )
+            wanted = "{role, content}, both texts, or a turn is without a role, or no turn says anything"
+            raise DataError(f"{place}: {columns.prompt_key} is no chat list of {wanted}")
     elif not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{place}: {columns.prompt_key} is empty or neither a text nor a chat list")
     if any("\0" in text for text in ([prompt] if isinstance(prompt, str) else (turn["content"] for turn in prompt))):

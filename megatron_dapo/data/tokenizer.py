@@ -81,9 +81,7 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
         raise TokenizerError(f"model.path = {folder}: no file names an end token; model.stop_token_ids can name it")
     beyond = [stop for stop in stops if not 0 <= stop < vocab_size]
     if beyond:
-        raise TokenizerError(
-            f"model.path = {folder}: end token {beyond[0]} lies outside the vocabulary of {vocab_size}"
-        )
+        raise TokenizerError(f"model.path = {folder}: end token {beyond[0]} is outside the vocabulary of {vocab_size}")
     return TextTools(tokenizer=tokenizer, stop_token_ids=stops, vocab_size=vocab_size)
 
 
@@ -115,11 +113,10 @@ def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple
     engine = generation or model
     stray = bool(engine) and not set(own) <= set(engine)
     if told is not None and (stray or (generation and not set(model) <= {*generation, *own})):
-        raise TokenizerError(
-            f"model.path = {folder}: the end of a response is {_named(tokenizer, own)} to the tokenizer, "
-            f"{_named(tokenizer, generation)} to generation_config.json and {_named(tokenizer, model)} to config.json; "
-            "say which token ids end one in model.stop_token_ids, or correct the files"
-        )
+        said = {"the tokenizer": own, "generation_config.json": generation, "config.json": model}
+        told = ", ".join(f"{_named(tokenizer, ids)} to {file}" for file, ids in said.items())
+        remedy = "say which token ids end one in model.stop_token_ids, or correct the files"
+        raise TokenizerError(f"model.path = {folder}: the end of a response is {told}; {remedy}")
     return tuple(dict.fromkeys((*own, *generation, *model)))
 
 

@@ -5,7 +5,6 @@ To Weights & Biases as well, where `monitor.wandb.mode` asks for it; no code is 
 `monitor.wandb.samples` asks for it.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -20,7 +19,6 @@ import numpy as np
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
-from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
 
 Row = Mapping[str, Any]
@@ -29,30 +27,6 @@ Histograms = Mapping[str, Sequence[float]]
 
 ID_FILE = "wandb_id"
 """In the run directory: a resumed run goes on in the same place."""
-
-
-def check_wandb(config: WandbConfig) -> None:
-    """Whether it could be used, before anything is started.
-
-    Raises:
-        ConfigError: the package is not installed, or `online` has no key.
-    """
-    if config.mode == "off":
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
-            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
-        )
-    # As wandb itself, which brings it, looks for a login.
-    from requests.utils import get_netrc_auth
-
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    if config.mode == "online" and not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(host)):
-        raise ConfigError(
-            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
-            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
-        )
 
 
 class WandbMirror:
@@ -65,13 +39,14 @@ class WandbMirror:
         """`settings`: config key -> value, shown beside the curves.
 
         Raises:
-            ConfigError: Weights & Biases refuses, or cannot be reached.
+            ConfigError: the package is not installed; Weights & Biases refuses, has no key, or cannot be reached.
         """
-        # Imported here: few runs use it, and it need not be installed.
-        import wandb
-
+        try:
+            import wandb  # few runs use it
+        except ImportError:
+            remedy = "pip install 'megatron-dapo[wandb]', or set monitor.wandb.mode=off"
+            raise ConfigError(f"monitor.wandb.mode = {config.mode}: wandb is not installed; {remedy}") from None
         self._wandb, self._samples = wandb, config.samples
-
         file = run_dir / ID_FILE
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12] + "\n")
@@ -156,12 +131,7 @@ class MetricsWriter:
 
     def write(self, values: Mapping[str, Value]) -> Line:
         """One rollout step. Returns the line as `read_metrics` gives it: what was not finite is None and is named in
-        `non_finite`.
-
-        Raises:
-            UndeclaredMetricError: a name that the catalog does not hold.
-        """
-        check_declared(values)
+        `non_finite`."""
         broken = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
         line: Line = {name: None if name in broken else value for name, value in values.items()}
         if broken:

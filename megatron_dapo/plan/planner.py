@@ -71,9 +71,7 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
     check_actor(case.hf, case.config.actor)
     workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
     if heads % parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel = {parallel}: must divide the model's num_attention_heads = {heads}"
-        )
+        raise ConfigError(f"rollout.tensor_parallel = {parallel}: must divide the model's {heads} attention heads")
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
     step = None
     if not misfits:

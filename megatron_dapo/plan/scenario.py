@@ -41,10 +41,8 @@ def model_dimensions(path: str) -> tuple[HFModelConfig, str]:
         return HFModelConfig.load(folder), str(folder / "config.json")
     if (name := folder.name.partition("@")[0]) in BUILT_IN:
         return BUILT_IN[name], f"built-in shape of {name}; {path} is not there"
-    raise ConfigError(
-        f"model.path = {path}: no config.json there, and no built-in shape of that folder's name "
-        f"({', '.join(BUILT_IN)}); give the folder of the model, or only its config.json in a folder"
-    )
+    known = f"no built-in shape of that folder's name ({', '.join(BUILT_IN)})"
+    raise ConfigError(f"model.path = {path}: no config.json there, and {known}; a folder with that file alone will do")
 
 
 def changed(config: Any, changes: Changes) -> Any:

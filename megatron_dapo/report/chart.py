@@ -25,9 +25,8 @@ _FAINT, _GRID, _BAND = "#0a0b01", "#0a0b02", "#0a0b03"
 _SERIES = tuple(f"#0a0b{number:02x}" for number in range(16, 25))
 """Colours that matplotlib is given; each is replaced by the page's variable of the same place."""
 SERIES_COLOURS = len(_SERIES)
-_VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"} | {
-    colour: f"--c{number}" for number, colour in enumerate(_SERIES)
-}
+_VARIABLES = {_FAINT: "--faint", _GRID: "--grid", _BAND: "--band"}
+_VARIABLES |= {colour: f"--c{number}" for number, colour in enumerate(_SERIES)}
 _DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 2, 1, 2)))
 
 

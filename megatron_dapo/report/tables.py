@@ -118,9 +118,8 @@ def hardest(groups: Mapping[int, Sequence[int]], run: Run) -> list[list[str]]:
     often first. A prompt is named by its place in its file, where a kept sample tells it."""
     places = {line["row"]: line.get("place") for line in run.samples if isinstance(line.get("row"), int)}
     rows = sorted(groups, key=lambda row: (np.mean(groups[row]), -len(groups[row]), row))[:HARDEST]
-    return [
-        [str(places.get(row) or f"prompt {row} of the set"), ", ".join(map(str, groups[row][-LAST:]))] for row in rows
-    ]
+    named = {row: str(places.get(row) or f"prompt {row} of the set") for row in rows}
+    return [[name, ", ".join(map(str, groups[row][-LAST:]))] for row, name in named.items()]
 
 
 def fit_scaling(hours: np.ndarray, accuracy: np.ndarray, start: float) -> dict[str, Estimate] | str:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-import jinja2
-
 from megatron_dapo.config import Config, ConfigError
+from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.scenario import share_gpus
 
 
@@ -67,10 +66,8 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
     pieces = [layout.tensor] * (layout.world_size // layout.tensor)
     pieces += [rollout.tensor_parallel] * (0 if shared or rollout.urls else rollout.servers)
     if max(*pieces, rollout.tensor_parallel if not rollout.urls else 0) > size:
-        raise ConfigError(
-            f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}: a "
-            f"tensor-parallel group stands on one node, and a node has {size} {kind}; lower it"
-        )
+        sizes = f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}"
+        raise ConfigError(f"{sizes}: such a group stands on one node, and a node has {size} {kind}; lower it")
     room = [size] * len(pieces)  # of a node for each, more than are needed
     for piece in sorted(pieces, reverse=True):
         room[next(at for at, free in enumerate(room) if free >= piece)] -= piece
@@ -132,15 +129,11 @@ def batch_script(
     """
     limit = limit_s(options.time)
     if limit is not None and warn_s >= limit:
-        raise ConfigError(
-            f"--warn {warn_s}: the time limit --time {options.time} is no longer than that, so every job would "
-            f"be told to save when it starts; lower the one (--warn={ceil(limit / 3)}) or raise the other"
-        )
+        short = f"the time limit --time {options.time} is no longer than that; raise it, or lower the other"
+        raise ConfigError(f"--warn {warn_s}: {short} (--warn={ceil(limit / 3)})")
     if config.run.resume_step is not None:
-        raise ConfigError(
-            f"run.resume_step = {config.run.resume_step}: every start of the job would go back to it; go back once by "
-            "`megatron-dapo train`, and leave it out here"
-        )
+        remedy = "every start of the job would go back to it; go back once by `megatron-dapo train`, without it here"
+        raise ConfigError(f"run.resume_step = {config.run.resume_step}: {remedy}")
     used = used_of_nodes(config, options)
     nodes = options.nodes or len(used)
     if nodes < len(used):
@@ -157,16 +150,15 @@ def batch_script(
     others = (cwd, run_dir, config_file, *map(Path, options.python_path))
     mounts = options.mounts or (mounted(config, *others) if options.container else "")
     train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megatron_dapo.slurm"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
-    )
-    environment.filters["quote"] = shlex.quote
-    return environment.get_template("run.sbatch.j2").render(
+    return text_page(
+        "megatron_dapo.slurm",
+        "run.sbatch.j2",
+        quote=shlex.quote,
         options=options,
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
         config=config_file.name,
-        name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
+        job_name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=nodes,
         gpus=gpus,
         cpus=cpus,

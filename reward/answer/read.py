@@ -60,9 +60,8 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if number is not None:
         return Answer(text=text, body=text, number=number)
     if (approximation := _PATTERNS["approximation"].fullmatch(text)) and (rounded := read_number(approximation[2])):
-        return _read_approximation(
-            read(strip_edges(approximation[1])), Answer(approximation[2], approximation[2], number=rounded)
-        )
+        value = Answer(approximation[2], approximation[2], number=rounded)
+        return _read_approximation(read(strip_edges(approximation[1])), value)
     if sentences and (committed := _read_sentence(text)) is not None:
         return Answer(text=text, body=committed, number=read_number(committed))
     equation = _read_equation(text)
@@ -119,9 +118,8 @@ def _read_equation(text: str) -> Answer:
     name = compact(sides[0]) if len(sides) == 2 else ""
     names = _PATTERNS["tuple_of_names"].findall(name) if name.startswith("(") and name.endswith(")") else []
     if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:
-        last = replace(
-            last, items=tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
-        )
+        items = tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
+        last = replace(last, items=items)
     return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=contradicts)
 
 

@@ -8,7 +8,7 @@ grammar (`fits`) that lets only short, closed expressions through, and the pool,
 import logging
 import math
 import re
-import sys
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -139,19 +139,14 @@ def _decimal_places(text: str) -> int:
     return 100 + 2 * digits * _largest_power(text, _exponents(text))
 
 
-def prepare() -> bool:
-    """Imports the library (about a second of CPU), so that the limit of a verdict does not pay for it.
-
-    Returns whether this call was the one that imported it.
-    """
-    if "math_verify" in sys.modules:
-        return False
+@cache
+def prepare() -> None:
+    """Imports the library (about a second of CPU), so that the limit of a verdict does not pay for it."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     equivalent("x+1", "1+x")  # the first comparison builds the parser's tables
-    return True
 
 
 def equivalent(answer: str, truth: str) -> bool:
@@ -204,8 +199,7 @@ def _with_real_roots(number: "Expr") -> "Expr":
     """The cube root of -8 is -2 here, not the complex root that sympy takes."""
 
     def is_odd_root(part: "Expr") -> bool:
-        return bool(
-            part.is_Pow and part.exp.is_Rational and part.exp.q % 2 and part.exp.q > 1 and part.base.is_negative
-        )
+        root = part.is_Pow and part.exp.is_Rational and part.exp.q % 2 and part.exp.q > 1
+        return bool(root and part.base.is_negative)
 
     return number.replace(is_odd_root, lambda part: (-1) ** part.exp.p * (-part.base) ** part.exp)

@@ -58,8 +58,6 @@ def confine(paths: Sequence[str]) -> None:
 def _call(number: int, *arguments: int | bytes | None) -> int:
     result: int = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
     if result < 0:
-        raise LockError(
-            f"Linux 5.13 has Landlock, this kernel refuses its call {number} (errno {ctypes.get_errno()}); "
-            "reward.code_reads=[/] lets tests read every file"
-        )
+        refused = f"this kernel refuses its call {number} (errno {ctypes.get_errno()})"
+        raise LockError(f"Landlock needs Linux 5.13: {refused}; reward.code_reads=[/] lets tests read every file")
     return result

@@ -18,9 +18,6 @@ START_LIMIT_S = 60.0
 """Wall-clock limit of the start, on a loaded machine."""
 
 _GRACE_S = 1.0
-_KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH",)
-"""What an interpreter may need to start; anything else may be a secret."""
-
 _PROGRAM = f"""import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from reward.code.sandbox_main import main
@@ -55,9 +52,9 @@ class Sandbox:
                 stdout=stdout or subprocess.DEVNULL,
                 stderr=stderr or subprocess.DEVNULL,
                 pass_fds=(requests, replies),
-                # A set prints in the same order whenever the code is run.
-                env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
-                | {"PYTHONHASHSEED": "0"},
+                # What an interpreter may need to start; anything else may be a secret. And a set prints in the same
+                # order whenever the code is run.
+                env={"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""), "PYTHONHASHSEED": "0"},
                 cwd="/",
             )
         finally:
@@ -73,8 +70,7 @@ class Sandbox:
         try:
             receive(self.replies, time.monotonic() + START_LIMIT_S)
         except (EOFError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise VerifierError(f"verifier code: the sandbox does not start ({reason})") from None
+            raise VerifierError(f"verifier code: the sandbox does not start ({error!r})") from None
         try:
             send(self.requests, self._order | {"file_bytes": file_bytes})
             answer = receive(self.replies, time.monotonic() + START_LIMIT_S)

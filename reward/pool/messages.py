@@ -1,12 +1,13 @@
 """What the pool and its workers say to each other, in frames: the length and the number of the order (8 bytes each, big
 endian), then the content. A reply has its order's number, which tells it from what a job has sent itself.
 
-Orders travel as pickle. Replies travel as JSON, because a worker has run code on a model's text: the pool never
-unpickles what a worker sends, and a reply of any other form is a ValueError.
+An order is a pickle of its jobs and whether they need imports: then a first reply, READY, comes once these are done, so
+that the time limit does not pay for them. The next one has a result for each job. Replies travel as JSON, because a
+worker has run code on a model's text: the pool never unpickles what a worker sends, and a reply of any other form is a
+ValueError.
 """
 
 import json
-import pickle
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,22 +30,6 @@ READY = None
 
 _VERDICT = ("accuracy", "extracted", "rule", "seconds", "error")
 _verdict_values = attrgetter(*_VERDICT)
-
-
-def encode_order(jobs: Sequence[Job], imports: bool) -> bytes:
-    """The content of an order's frame: what a worker judges. The reply has one result for each job.
-
-    Args:
-        imports: a first reply, READY, comes once all that the jobs need is imported, so that the time limit does not
-            pay for it.
-    """
-    return pickle.dumps((jobs, imports), protocol=5)
-
-
-def decode_order(content: bytes) -> tuple[Sequence[Job], bool]:
-    """The jobs that `encode_order` wrote, and `imports`."""
-    jobs, imports = pickle.loads(content)
-    return jobs, imports
 
 
 def needed(job: Job) -> str:

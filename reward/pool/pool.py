@@ -42,14 +42,6 @@ _CLOSE_LIMIT_S = 15.0
 _COMPARISONS_KEPT = 10_000
 
 
-@dataclass(slots=True, eq=False)
-class _Comparison:
-    """A question to algebra, and how many wait for its answer."""
-
-    verdict: asyncio.Task[Verdict]
-    waiting: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     """Jobs that wait for a worker, and who waits for their results."""
@@ -78,7 +70,7 @@ class RewardPool:
         self._service = remote.RemoteEnvironment(config.remote_environment)
         self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
-        self._comparisons: dict[tuple[str, str], _Comparison] = {}
+        self._comparisons: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._thread.start()
 
@@ -328,18 +320,12 @@ class RewardPool:
         assert isinstance(result, Deferred)
         key = (result.answer, result.truth)
         comparison = self._comparisons.get(key)
-        known = comparison is not None and comparison.verdict.done()
+        known = comparison is not None and comparison.done()
         if comparison is None:
-            comparison = self._comparisons[key] = _Comparison(asyncio.create_task(self._judge_alone(result)))
+            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
-        comparison.waiting += 1
-        try:
-            verdict = await asyncio.shield(comparison.verdict)  # for the others, if this caller gives up
-        finally:
-            comparison.waiting -= 1
-            if not comparison.waiting and comparison.verdict.cancel():
-                self._comparisons.pop(key, None)
+        verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
         if verdict.error is not None:  # not remembered: a timeout may be the machine's fault
             self._comparisons.pop(key, None)
         seconds = result.seconds + (0.0 if known else verdict.seconds)

@@ -1,25 +1,31 @@
 """The process that judges: `python -m reward.pool.worker FD PARENT MEMORY_MB NICENESS`, started by `worker_process`."""
 
 import os
+import pickle
 import resource
 import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from reward.answer import symbolic
 from reward.code.seccomp import die_with_parent
 from reward.environment import Step, Stepped, ask, load_environment, sendable
-from reward.pool.messages import HEADER, READY, Job, Reply, Result, decode_order, encode_reply
+from reward.pool.messages import HEADER, READY, Job, Reply, Result, encode_reply, needed
 from reward.registry import VERIFIERS, load
-from reward.verdict import Deferred, Judgement, Rule, Verdict, Verifier, VerifierError
+from reward.verdict import Deferred, Judgement, Rule, Verdict, VerificationRequest, VerifierError
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
-_environments: dict[str, Any] = {}
-"""Those that are loaded, by name."""
+
+
+@cache
+def _function(kind: type[Job], name: str) -> Any:
+    """The verifier, or for a Step the environment, of this name; imports it once."""
+    return load_environment(name) if kind is Step else load(name)
 
 
 def main() -> None:
@@ -29,7 +35,8 @@ def main() -> None:
     if os.getppid() != parent:
         sys.exit("the parent died before this worker was ready")
     os.nice(niceness)
-    verifiers = {name: load(name) for name, entry in VERIFIERS.items() if entry.fast}
+    for name in [name for name, entry in VERIFIERS.items() if entry.fast]:
+        _function(VerificationRequest, name)
     _limit_memory(memory_mb)
     with socket.socket(fileno=descriptor).makefile("rwb") as connection:
 
@@ -41,12 +48,13 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent keeps what was written to explain a failed start
         while header := connection.read(HEADER.size):
             length, number = HEADER.unpack(header)
-            jobs, imports = decode_order(connection.read(length))
+            jobs, imports = pickle.loads(connection.read(length))
             if imports:
-                if any([_imports(job, verifiers) for job in jobs]):
-                    _limit_memory(memory_mb)
+                for job in jobs:
+                    _prepare(job)
+                _limit_memory(memory_mb)
                 send(READY, number)
-            send([judge(job, verifiers) for job in jobs], number)
+            send([judge(job) for job in jobs], number)
 
 
 def _limit_memory(memory_mb: int) -> None:
@@ -58,30 +66,27 @@ def _limit_memory(memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _imports(job: Job, verifiers: dict[str, Any]) -> bool:
-    """Imports what the job needs; whether that was anything. It does not count against the memory limit."""
+def _prepare(job: Job) -> None:
+    """Imports what the job needs; it does not count against the memory limit."""
     if isinstance(job, Deferred):
-        return symbolic.prepare()
-    name, known = (job.environment, _environments) if isinstance(job, Step) else (job.verifier, verifiers)
-    if name in known:
-        return False
-    with suppress(VerifierError):  # `judge` tries again, and says why not
-        known[name] = load_environment(name) if isinstance(job, Step) else load(name)
-    return True
+        symbolic.prepare()
+    else:
+        with suppress(VerifierError):  # `judge` tries again, and says why not
+            _function(type(job), needed(job))
 
 
-def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
-    """The job's verdict; an error of the verifier is one too. `verifiers`: those that are loaded, by name."""
+def judge(job: Job) -> Result:
+    """The job's verdict; an error of the verifier is one too."""
     judged: Judgement | Deferred | bool
     start = time.perf_counter()
     try:
         if isinstance(job, Step):
-            outcome = ask(_environments.get(job.environment) or load_environment(job.environment), job.episode)
+            outcome = ask(_function(Step, job.environment), job.episode)
             return Stepped(outcome=outcome, seconds=time.perf_counter() - start)
         if isinstance(job, Deferred):
             name, judged = "robust", robust.finish(job)
         else:
-            name, judged = job.verifier, (verifiers.get(job.verifier) or load(job.verifier))(job)
+            name, judged = job.verifier, _function(VerificationRequest, job.verifier)(job)
     except MemoryError:
         return _failure(job, "memory", start)
     except VerifierError as error:
@@ -96,9 +101,8 @@ def judge(job: Job, verifiers: dict[str, Verifier]) -> Result:
             return replace(judged, seconds=seconds)
         case bool():
             return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(
-        job, f"verifier {name!r} returned {judged!r:.80}, not a Judgement of True or False, nor a bool", start
-    )
+    wanted = "not a Judgement of True or False, nor a bool"
+    return _failure(job, f"verifier {name!r} returned {judged!r:.80}, {wanted}", start)
 
 
 def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:

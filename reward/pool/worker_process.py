@@ -6,6 +6,7 @@ main module. This starts in about 0.1 s and imports nothing but the verifiers.
 
 import asyncio
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -20,7 +21,7 @@ from typing import IO
 from reward.code import READS
 from reward.config import RewardConfig
 from reward.environment import Step, Stepped
-from reward.pool.messages import FRAME_LIMIT, HEADER, READY, Job, Reply, Result, decode_reply, encode_order, needed
+from reward.pool.messages import FRAME_LIMIT, HEADER, READY, Job, Reply, Result, decode_reply, needed
 from reward.verdict import Deferred
 
 START_LIMIT_S = 120.0
@@ -105,7 +106,7 @@ class WorkerProcess:
         number, stepping = secrets.randbits(64), isinstance(jobs[0], Step)
         try:
             async with asyncio.timeout(START_LIMIT_S if needs else limit_s) as limit:
-                await self._send(encode_order(jobs, bool(needs)), number)
+                await self._send(pickle.dumps((jobs, bool(needs)), protocol=5), number)
                 if needs:
                     if await self._receive(number) is not READY:
                         raise ValueError("an unexpected reply: the next one would belong to another request")

@@ -127,11 +127,8 @@ def _truth(ground_truth: str) -> tuple[int, Suite | list[dict[str, str]]]:
                 raise VerifierError(f"verifier code: {error}") from None
         case {"cases": [_, *_] as cases, **more} if not more and all(map(_is_case, cases)):
             return cpu_s, cases
-    raise VerifierError(
-        f"verifier code: the ground truth {ground_truth[:80]!r} must be a JSON object with "
-        '"tests" (Python, and "entry" for check(candidate)) or "cases" (a list of {"input": text, "output": text}, not '
-        'empty), and perhaps "cpu_s"'
-    )
+    forms = '{"tests": Python}, with "entry" for check(candidate), or {"cases": [{"input": text, "output": text}]}'
+    raise VerifierError(f"verifier code: ground truth {ground_truth[:80]!r} must be a JSON object: {forms}, not empty")
 
 
 def _is_case(case: Any) -> bool:

@@ -40,9 +40,8 @@ def judge(request: VerificationRequest) -> Judgement:
     check_length(request.ground_truth)
     stated = _STATED.findall(request.response[-WINDOW:])
     given = normalise(stated[-1] if stated else UNSTATED)
-    return Judgement(
-        accuracy=given == _truth(request.ground_truth), extracted=given[:EXTRACTED_LIMIT] if stated else None, rule=RULE
-    )
+    right = given == _truth(request.ground_truth)
+    return Judgement(accuracy=right, extracted=given[:EXTRACTED_LIMIT] if stated else None, rule=RULE)
 
 
 @lru_cache(maxsize=4096)

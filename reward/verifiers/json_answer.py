@@ -9,8 +9,7 @@ Not fast: a schema may hold regular expressions, so each verdict has the wall-cl
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -34,10 +33,8 @@ def judge(request: VerificationRequest) -> Judgement:
     """
     wanted = load(request.ground_truth)
     if not isinstance(wanted, dict) or not wanted or wanted.keys() - {"equals", "schema"}:
-        raise VerifierError(
-            'verifier json: the ground truth must be a JSON object with "equals", "schema", or both, with each key '
-            "once and numbers that a double can hold"
-        )
+        form = 'a JSON object with "equals", "schema", or both, each key once, of numbers that a double can hold'
+        raise VerifierError(f"verifier json: the ground truth must be {form}")
     schema = Schema(wanted["schema"]) if "schema" in wanted else None
     value, text = last(request.response)
     if value is ABSENT:
@@ -53,9 +50,10 @@ def same(given: Any, wanted: Any) -> bool:
     return jsonschema.Draft202012Validator({"const": wanted}).is_valid(given)
 
 
-_IN_PLACE = ("not", "if", "then", "else")
-_IN_PLACE_LISTS = ("allOf", "anyOf", "oneOf", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_OF_EACH_TYPE = (None, True, 0, "", [], {})
+"""What is tried on each reference: a schema that applies itself to the very same value, as {"$ref": "#"}, is never done
+with it."""
 
 
 class Schema:
@@ -67,18 +65,23 @@ class Schema:
         try:
             kind = jsonschema.validators.validator_for(schema)
             kind.check_schema(schema)
+            self._validator = kind(schema, registry=Registry())
             root = Resource.from_contents(schema, default_specification=DRAFT202012)
-            resolver = Registry().with_resource("", root).resolver()
-            _check_ends(schema, lambda reference: resolver.lookup(reference).contents)
+            resolver, parts = Registry().with_resource("", root).resolver(), [schema]
+            for part in parts:
+                parts += part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+            objects = [part for part in parts if isinstance(part, dict)]
+            for name in [each[key] for each in objects for key in _REFERENCES if isinstance(each.get(key), str)]:
+                applied = self._validator.evolve(schema=resolver.lookup(name).contents)
+                for value in _OF_EACH_TYPE:
+                    applied.is_valid(value)
+        except RecursionError:
+            raise VerifierError("verifier json: the schema is nested too deep, or leads back to itself") from None
+        except Unresolvable as error:
+            why = f"refers to what it does not hold: {str(error)[:120]}"
+            raise VerifierError(f"verifier json: the schema {why}") from error
         except (jsonschema.SchemaError, TypeError, AttributeError) as error:
             raise VerifierError(f"verifier json: the schema is not valid: {str(error)[:120]}") from error
-        except Unresolvable as error:
-            raise VerifierError(
-                f"verifier json: the schema refers to what it does not hold: {str(error)[:120]}"
-            ) from error
-        except RecursionError:
-            raise VerifierError("verifier json: the schema is nested too deep") from None
-        self._validator = kind(schema, registry=Registry())
 
     def holds(self, value: Any) -> bool:
         """Whether the value is valid; one that is nested too deep to be looked through is not."""
@@ -86,33 +89,6 @@ class Schema:
             return bool(self._validator.is_valid(value))
         except RecursionError:
             return False
-
-
-def _check_ends(schema: Any, lookup: Callable[[str], Any]) -> None:
-    """A schema that applies itself to the very same value, as {"$ref": "#"}, is never done with it.
-
-    Raises VerifierError; referencing's Unresolvable for a reference to what is not there.
-    """
-    parts: dict[int, list[int]] = {}
-    found = [schema]
-    for each in found:
-        found += _children(each)
-        if isinstance(each, dict):
-            # What is applied to the value itself, not to a part of it.
-            applied = [lookup(each[key]) for key in _REFERENCES if isinstance(each.get(key), str)]
-            applied += [each[key] for key in _IN_PLACE if key in each]
-            applied += [part for key in _IN_PLACE_LISTS for part in _children(each.get(key))]
-            parts[id(each)] = list(map(id, applied))
-    try:
-        TopologicalSorter(parts).prepare()
-    except CycleError:
-        raise VerifierError(
-            "verifier json: the schema leads back to itself on the same value: its checking never ends"
-        ) from None
-
-
-def _children(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
 
 
 ABSENT = object()
@@ -198,9 +174,8 @@ def _last_of(text: str) -> tuple[Any, str] | None:
             continue
         evident = _EVIDENT.match(text, begin) is not None
         paragraph = -1 if evident or text[begin] == "{" else text.find("\n\n", begin)
-        closed = (
-            None if begin in unclosed else _closed(text, begin, len(text) if paragraph < 0 else paragraph, unclosed)
-        )
+        end = len(text) if paragraph < 0 else paragraph
+        closed = None if begin in unclosed else _closed(text, begin, end, unclosed)
         stated = (ABSENT, "") if evident else stated
         broken_to = len(text) if evident or _KEYED.match(text, begin) else max(stopped, begin + 1)
         at = broken_to if closed is None else closed

@@ -63,9 +63,9 @@ def beat(**changes) -> Heartbeat:
     ],
 )
 def test_liveness(sign, holder, now, alive, text):
-    found = liveness(sign, holder, finished=False, now=now)
-    assert found.alive == alive
-    assert text in found.text
+    goes_on, said = liveness(sign, holder, finished=False, now=now)
+    assert goes_on == alive
+    assert text in said
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")

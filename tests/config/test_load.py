@@ -382,7 +382,7 @@ AT_8000 = "[{from_step: 9, max_new_tokens: 8000}]"
         (["rollout.thinking_budget=9", "rollout.thinking_end='  '"], "rollout.thinking_end"),
         (
             ["rollout.thinking_budget=9", f"rollout.thinking_end={'x' * 9999}"],
-            "with thinking_end (at most a token a byte)",
+            "thinking_end (at most a token a byte)",
         ),
         (["algorithm.kl.coef=0.1"], "did you mean algorithm.kl.coefficient?"),
         (["algorithm.lr=0.1"], "did you mean actor.optimizer.lr?"),

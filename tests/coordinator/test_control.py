@@ -19,13 +19,13 @@ from megatron_dapo.coordinator.checkpoints import (
     save_progress,
 )
 from megatron_dapo.experience.groups import SamplerState
-from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.group_files import load_groups, save_groups
 from megatron_dapo.storage.run_dir import RunDir
 from rollout.fleet.member import ServerStatistics
 from tests.coordinator.test_batch import GROUP, make_groups
 from tests.coordinator.test_stages import Calls
+from tests.monitor.declared import check_declared
 
 ENTROPIES = (0.5, 0.1, 0.1, 0.3, 0.1, 0.25, 0.1)
 """Of the batches of steps 1, 2, ..."""

@@ -198,7 +198,7 @@ def update_of(place: RankPlace, folder: Path, home: Path, own_loss: str, data: C
 
 def test_the_actor_trains_with_the_loss_and_its_statistic_is_a_metric(tmp_path, own_loss) -> None:
     from megatron_dapo.coordinator.step_metrics import update_metrics
-    from megatron_dapo.monitor.catalog import check_declared
+    from tests.monitor.declared import check_declared
 
     model = save_tiny(tmp_path, "qwen3", tied=True)
     data = columns(model)

@@ -10,6 +10,7 @@ from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.end_to_end.test_quickstart import start
 from tests.ledger_check import check_ledger
+from tests.monitor.declared import check_declared
 
 STEPS = 3
 ASYNC = (
@@ -80,6 +81,7 @@ def test_nothing_is_lost_and_nothing_trained_twice(run, request):
 def test_servers_write_while_the_actor_trains_within_the_staleness_bound(run, request):
     # Where a run went on, a step whose checkpoint was not in place yet has been done again.
     steps = read_metrics(request.getfixturevalue(run))
+    check_declared(name for step in steps for name in step)
     assert [step["weight_version"] for step in steps] == [1, 2, 3]
     assert steps[-1]["sampling/in_flight"] == 0
     assert sum(step["sampling/in_flight"] + step["sampling/carried"] for step in steps[:-1]) > 0

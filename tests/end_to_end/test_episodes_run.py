@@ -14,6 +14,7 @@ from megatron_dapo.storage.group_files import load_groups
 from megatron_dapo.storage.ledger import effective_events, read_ledger
 from tests.end_to_end.test_quickstart import start
 from tests.ledger_check import check_ledger
+from tests.monitor.declared import check_declared
 from tests.processes import ROOT
 
 STEPS = 3
@@ -83,6 +84,7 @@ def test_batches_hold_episodes_as_they_were_drawn(resumed):
 
 def test_engine_and_trainer_agree_on_the_drawn_tokens_of_every_turn(resumed):
     steps = read_metrics(resumed)
+    check_declared(name for step in steps for name in step)
     assert [step["rollout_step"] for step in steps] == [1, 2, 3]
     for step in steps:
         assert step.get("mismatch/max_abs", 0.0) < 1e-3

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.monitor.writer import read_metrics
+from tests.monitor.declared import check_declared
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "experts.yaml"
@@ -28,6 +29,7 @@ def test_it_learns_on_every_seed(tmp_path: Path, seed: int, replay: str) -> None
         assert after["accuracy"] > before["accuracy"] + 0.3
         assert after["low"] > unguessed["high"], "beyond the choice to work the answer out"
     steps = read_metrics(run_dir)
+    check_declared(name for step in steps for name in step)
     assert max(step["experts/dead"] for step in steps) == 0
     assert max(step["mismatch/mean_abs"] for step in steps) < 1e-5
     assert ("experts/rerouted" in steps[-1]) == (replay == "true")

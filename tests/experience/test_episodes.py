@@ -21,13 +21,13 @@ from megatron_dapo.experience.episodes import UNENDED, drawn_turns, turn_rules
 from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
 from megatron_dapo.experience.groups import SamplerState
-from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
 from rollout.config import CONTEXT_RESERVE
 from rollout.generation import SamplingParams
 from tests.experience.chat_models import Talker, prompt_of
 from tests.experience.test_observations import config
+from tests.monitor.declared import check_declared
 from tests.processes import ROOT
 
 GUESSES = ("5", "9", "7", "3")

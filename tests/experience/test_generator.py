@@ -18,10 +18,10 @@ from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.experience.generator import BatchCounter, GroupGenerator, Responder, Unjudged
 from megatron_dapo.experience.groups import SamplerState, ScoredResponse
-from megatron_dapo.monitor.catalog import check_declared
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
 from rollout.generation import FinishReason, Generation, SamplingParams
+from tests.monitor.declared import check_declared
 
 TEXTS = ("Answer: B", "Answer: 7", "Answer: 7.", '{"n": 7}')
 """What the scripted model says, one a response: token i is text i."""

@@ -126,7 +126,7 @@ def test_keys_that_contradict_each_other_are_refused_by_name():
     assert "environment 'guess' is not known" in refused("data.environment=guess")
     small = refused("data.environment=a:b", "rollout.max_observation_tokens=9")
     assert "model.context_length = 128" in small
-    assert "between turns where there are any, 191 tokens" in small
+    assert "observations: 191 tokens" in small
     thinking = ("rollout.thinking_budget=9", "rollout.thinking_end=x")
     both = refused("evaluation.environment=a:b", "model.context_length=9999", *thinking)
     assert "rollout.thinking_budget = 9: is for one answer, not for turns (data.environment)" in both

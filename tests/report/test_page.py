@@ -11,12 +11,12 @@ import yaml
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.cli.status import status as status_command
-from megatron_dapo.monitor.catalog import check_declared
 from megatron_dapo.monitor.timeline import PHASES
 from megatron_dapo.report.chart import SERIES_COLOURS
 from megatron_dapo.report.page import report_page
 from megatron_dapo.report.sections import group_by_seed, read_sections
 from megatron_dapo.report.source import ReportError, Run
+from tests.monitor.declared import check_declared
 from tests.monitor.runs import metrics
 from tests.report.folders import HOSTILE, write_lines, write_run
 

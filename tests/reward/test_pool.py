@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from reward.pool import pool as pool_module
-from reward.pool import worker_process
 from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
 
 ROOT = Path(__file__).parents[2]
@@ -237,28 +236,20 @@ def test_a_cancelled_call_is_not_worked_off(make_pool):
     assert asyncio.run(asyncio.wait_for(cancel(), LIMIT_S)) < 30.0
 
 
-def test_a_comparison_that_nobody_waits_for_is_not_worked_off(make_pool, monkeypatch):
+def test_a_comparison_goes_on_for_others_when_one_caller_gives_up(make_pool):
     pool = make_pool(workers=1, timeout_s=4.0)
-    verify(pool, ask("Answer: 42"))
-    (fast,) = pool.worker_pids()
 
     async def give_up() -> None:
         busy = asyncio.create_task(pool.verify([hostile("sleep", "2")]))
         await asyncio.sleep(0.2)
-        shared, own = ask("Answer: \\sqrt{1764}"), ask("Answer: \\sqrt{42^2}")
-        given_up = asyncio.create_task(pool.verify([shared, own]))
+        shared = ask("Answer: \\sqrt{1764}")
+        given_up = asyncio.create_task(pool.verify([shared]))
+        await asyncio.sleep(0.2)
         waiting = asyncio.create_task(pool.verify([shared]))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         given_up.cancel()
         assert not busy.done()
         assert (await waiting)[0].accuracy
-        assert (await pool.verify([hostile("judge")]))[0].rule == "own"  # it comes after all comparisons
-        (algebra,) = set(pool.worker_pids()) - {fast}
-        os.kill(algebra, signal.SIGSTOP)  # so only what is known gets a verdict
-        monkeypatch.setattr(worker_process, "START_LIMIT_S", 1.0)
-        known, unknown = await pool.verify([shared, own])
-        assert known.accuracy
-        assert unknown.error == "timeout"
 
     asyncio.run(asyncio.wait_for(give_up(), LIMIT_S))
 
