@@ -1,14 +1,20 @@
 """`megatron-dapo ask`: one answer of a trained model."""
 
+import asyncio
 import json
 import os
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 
 from megatron_dapo.cli.command_line import model_config
-from megatron_dapo.config import ConfigError
+from megatron_dapo.config import Config, ConfigError
+from rollout.generation import GenerationRequest, SamplingParams
 
 LONGEST_ANSWER = 2048
 """Tokens, where `--max-new-tokens` does not say how many."""
@@ -22,11 +28,10 @@ def ask(
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     template: Annotated[str | None, typer.Option(help=_TEMPLATE)] = None,
 ) -> None:
-    """Answer one prompt, by plain transformers: a server takes longer to start."""
+    """Answer one prompt: by a server on a GPU, by plain transformers on a CPU, where a server takes longer to start."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import torch
-    from transformers import AutoModelForCausalLM, TextStreamer
 
     from megatron_dapo.data.prompts import instructed, render
     from megatron_dapo.data.tokenizer import load_text_tools
@@ -40,16 +45,44 @@ def ask(
     text = load_text_tools(model)
     raw = prompt if template else instructed(prompt, config.data.instruction, config.reward.verifier)
     _, ids = render(raw, config.data.template, text.tokenizer)
-    # A model too large for one GPU is spread over all.
-    places = "auto" if torch.cuda.is_available() and config.actor.device != "cpu" else None
-    network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True, device_map=places)
-    given = torch.tensor(ids[None], dtype=torch.int64, device=network.device)
+    limit = max_new_tokens or min(config.rollout.max_new_tokens, LONGEST_ANSWER)
+    sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, stop_token_ids=text.stop_token_ids)
+    request = GenerationRequest(request_id="ask.", group_id="ask", prompt_ids=ids, sampling=sampling, seed=0)
+    if torch.cuda.is_available() and config.actor.device != "cpu":
+        print(asyncio.run(by_server(config, text, request)))
+    else:
+        _by_transformers(model, text.tokenizer, request)
+
+
+async def by_server(config: Config, text: Any, request: GenerationRequest) -> str:
+    """The answer of a server that is started for it. `text`: the model's TextTools."""
+    from megatron_dapo.cli.train import prepare_environment
+    from megatron_dapo.cluster.waits import Waits
+    from megatron_dapo.diagnostics.local_jobs import local_fleet, with_own_servers
+
+    prepare_environment()
+    config = with_own_servers(config, Path(config.model.path))
+    config, report = replace(config, rollout=replace(config.rollout, servers=1)), partial(print, file=sys.stderr)
+    with TemporaryDirectory(prefix="ask-") as folder:
+        async with local_fleet(config, Path(folder), Waits(), vocab_size=text.vocab_size, report=report) as fleet:
+            answer = await fleet.generate(request)
+    return str(text.tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True))
+
+
+def _by_transformers(model: Path, tokenizer: Any, request: GenerationRequest) -> None:
+    """Prints the answer as it is written."""
+    import torch
+    from transformers import AutoModelForCausalLM, TextStreamer
+
+    network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True)
+    ids, sampling = torch.tensor(request.prompt_ids[None], dtype=torch.int64), request.sampling
+    drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
     network.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        max_new_tokens=max_new_tokens or min(config.rollout.max_new_tokens, LONGEST_ANSWER),
-        eos_token_id=list(text.stop_token_ids),
-        pad_token_id=text.stop_token_ids[0],
-        streamer=TextStreamer(text.tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **({"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}),
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(sampling.stop_token_ids),
+        pad_token_id=sampling.stop_token_ids[0],
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **drawn,
     )

@@ -1,15 +1,18 @@
 """`megatron-dapo ask`: which prompt a model gets, and what is refused."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from megatron_dapo.cli.ask import ask
+from megatron_dapo.cli.ask import ask, by_server
 from megatron_dapo.cli.command_line import model_config
 from megatron_dapo.config import ConfigError, dump_config
-from megatron_dapo.data.tokenizer import TokenizerError
+from megatron_dapo.data.prompts import render
+from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+from rollout.generation import GenerationRequest, SamplingParams
 from tests.processes import ROOT
 
 BASE = ROOT / "examples" / "quickstart" / "base"
@@ -70,3 +73,13 @@ def test_a_run_that_has_no_model_yet_says_so(tmp_path):
     (tmp_path / "config.yaml").write_text(dump_config(model_config(BASE)))
     with pytest.raises(ConfigError, match="writes its model at its end"):
         ask(tmp_path, PROBLEM)
+
+
+@pytest.mark.slow
+def test_a_server_answers_as_transformers_does(capsys):
+    ask(BASE, PROBLEM)
+    config, text = model_config(BASE, ["rollout.kv_cache_tokens=4096"]), load_text_tools(BASE)
+    _, ids = render(PROBLEM, "chat", text.tokenizer)
+    sampling = SamplingParams(max_new_tokens=64, temperature=0.0, stop_token_ids=text.stop_token_ids)
+    request = GenerationRequest(request_id="a.", group_id="a", prompt_ids=ids, sampling=sampling, seed=0)
+    assert asyncio.run(by_server(config, text, request)) == capsys.readouterr().out.removesuffix("\n")
