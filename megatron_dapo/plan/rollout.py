@@ -83,9 +83,14 @@ def draw_group(workload: Workload, difficulty: float, random: np.random.Generato
 
 def groups(workload: Workload, seed: int) -> Iterator[Group]:
     """Groups without end, the same for the same seed."""
+    return itertools.tee(_drawn(workload, seed), 2)[1]
+
+
+@functools.lru_cache(maxsize=4)
+def _drawn(workload: Workload, seed: int) -> Iterator[Group]:
+    """Nobody advances this one: it keeps what its copies have drawn, for simulations of other servers."""
     random = np.random.default_rng(seed)
-    while True:
-        yield draw_group(workload, random.standard_normal(), random)
+    return itertools.tee((draw_group(workload, random.standard_normal(), random) for _ in itertools.count()), 1)[0]
 
 
 def _right(slope: float | np.ndarray) -> float | np.ndarray:

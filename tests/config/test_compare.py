@@ -55,6 +55,7 @@ SECTIONS = (
     "actor.layout.",
     "actor.offload.",
     "monitor.",
+    "rollout.speculative.",
 )
 
 
