@@ -252,7 +252,7 @@ def test_without_a_gpu_the_command_says_what_it_can_do(tmp_path: Path) -> None:
 
 def test_what_is_planned_fits_one_gpus_25_minutes() -> None:
     alone = [stage for stage in STAGES if stage.gpus == 1]
-    assert sum(stage.planned_s for stage in alone) <= 23 * 60
+    assert sum(stage.planned_s for stage in alone) <= 24 * 60
     assert all(stage.planned_s < stage.deadline_s <= 9 * 60 for stage in STAGES), "a command may be as short as 9.5 min"
     assert all((ROOT / file).is_file() for stage in STAGES for file in stage.tests)
     assert len({stage.name for stage in STAGES}) == len(STAGES)
