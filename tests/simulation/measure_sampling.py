@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     conditions = Conditions(
         workload=WORKLOAD,
-        speed=Speed(),
+        speed=Speed(drafted=options.drafted, accepted=options.accepted),
         engines=options.engines,
         slots=options.slots,
         train_s=450.0,
@@ -134,6 +134,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--warm-steps", type=int, default=3, help="before them")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drafted", type=int, default=1, help="tokens of a response that a decode step checks")
+    parser.add_argument("--accepted", type=float, default=1.0, help="of them kept, on average")
     parser.add_argument("--only", default="", help="policies with this in their name, and the first")
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser.parse_args(arguments)

@@ -4,8 +4,9 @@ All responses that an engine runs draw one token in each decode step. A step tak
 
     fixed_s + context_s x (tokens of context that run)        seconds,
 
-the time to read the weights and the KV cache once. Reading a prompt, or a response that comes back after an
-interruption, stops the engine for `prefill_s` a token.
+the time to read the weights and the KV cache once. With speculative decoding a step checks `drafted` tokens of each
+response, all but the first at the price of a prompt's, and keeps `accepted` of them on average. Reading a prompt, or a
+response that comes back after an interruption, stops the engine for `prefill_s` a token.
 """
 
 import asyncio
@@ -27,17 +28,23 @@ class Speed:
     fixed_s: float = 0.0154
     context_s: float = 3.0e-8
     prefill_s: float = 3.3e-5
+    drafted: int = 1
+    accepted: float = 1.0
 
     def seconds(self, steps: float, running: int, context: float) -> float:
-        """Of `steps` decode steps, each of which makes the context longer by `running` tokens."""
-        return steps * (self.fixed_s + self.context_s * (context + running * steps / 2))
+        """Until each of `running` responses has `steps` tokens more, which lengthen the context."""
+        return steps * (self._step_s(running) + self.context_s * (context + running * steps / 2)) / self.accepted
 
     def steps(self, seconds: float, running: int, context: float) -> float:
         """Undoes `seconds`."""
-        first, slope = self.fixed_s + self.context_s * context, self.context_s * running
+        first, slope = self._step_s(running) + self.context_s * context, self.context_s * running
+        seconds *= self.accepted
         if slope * seconds < 1e-12:
             return seconds / first
         return (math.sqrt(first * first + 2 * slope * seconds) - first) / slope
+
+    def _step_s(self, running: int) -> float:
+        return self.fixed_s + self.prefill_s * running * (self.drafted - 1)
 
 
 @dataclass(slots=True, eq=False)

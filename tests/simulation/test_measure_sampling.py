@@ -110,9 +110,20 @@ def test_a_decode_step_costs_what_its_context_costs():
 
 
 def test_seconds_and_steps_undo_each_other():
-    for speed, context in itertools.product((Speed(), SECOND_A_TOKEN), (0, 5000, 600_000)):
+    for speed, context in itertools.product(
+        (Speed(), SECOND_A_TOKEN, Speed(drafted=4, accepted=2.0)), (0, 5000, 600_000)
+    ):
         for steps in (0.5, 1, 20480):
             assert speed.steps(speed.seconds(steps, 128, context), 128, context) == pytest.approx(steps)
+
+
+def test_drafted_tokens_help_a_few_responses_more_than_many():
+    plain, drafting = Speed(), Speed(drafted=4, accepted=2.0)
+    times = [plain.seconds(100, n, 0) / drafting.seconds(100, n, 0) for n in (1, 16, 128)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] == pytest.approx(2.0, rel=0.02)
+    alone = Speed(fixed_s=1.0, context_s=0.0, prefill_s=0.1, drafted=4, accepted=2.0)
+    assert alone.seconds(10, 5, 99.0) == pytest.approx(10 * (1.0 + 0.1 * 5 * 3) / 2)
 
 
 def test_no_token_is_lost_when_groups_are_given_up_and_weights_change():
