@@ -120,9 +120,8 @@ def _apply_preset(tree: dict[str, Any], lines: Lines) -> None:
     if name is None:
         return
     if not isinstance(name, str) or name not in PRESETS:
-        near = get_close_matches(str(name), PRESETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"valid: {', '.join(PRESETS)}"
-        raise ConfigError(f"{_place(('preset',), lines)}: preset = {name}: no such preset; {hint}")
+        known = ", ".join(PRESETS)
+        raise ConfigError(f"{_place(('preset',), lines)}: preset = {name}: no such preset; valid: {known}")
     below, places = read_yaml(PRESETS[name])
     _fill(tree, below)
     for where in places:

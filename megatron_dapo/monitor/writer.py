@@ -89,8 +89,6 @@ NON_FINITE = "non_finite"
 """Key of a line that lists the metrics whose value was NaN or infinite; absent where there were none."""
 
 AXES = ("rollout_step", "optimizer_step")
-HEADLINES = ("evaluation/sampled", "evaluation/greedy", "accuracy/mean")
-"""Metrics that TensorBoard shows beside the hyperparameters."""
 
 LONG_TEXT = 8000
 """Characters of a response above which its middle is left out of TensorBoard: its files would grow by gigabytes."""
@@ -121,7 +119,7 @@ class MetricsWriter:
     done: Row = field(default_factory=dict)
     """Rollout and optimizer steps after which a resumed run goes on."""
     settings: Row = field(default_factory=dict)
-    """Config key -> value, shown by TensorBoard as hyperparameters."""
+    """Config key -> value, shown by TensorBoard as a text."""
 
     def __post_init__(self) -> None:
         self._path = self.run_dir / FILE
@@ -165,7 +163,6 @@ class MetricsWriter:
     def _write_boards(self, at: Row, values: Row, histograms: Histograms, samples: Sequence[Row]) -> None:
         # Imported here: it takes seconds, and a run without TensorBoard need not have it installed.
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         for axis in AXES:
             if axis not in self._boards:
@@ -173,10 +170,8 @@ class MetricsWriter:
                 # What a resumed run does again is hidden; step 0 is what was measured before training.
                 self._boards[axis] = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
                 if axis == "rollout_step" and self.settings:
-                    settings = self.settings.items()
-                    plain = {key: each if type(each) in (int, float) else str(each) for key, each in settings}
-                    for summary in hparams(plain, dict.fromkeys(HEADLINES, 0.0)):
-                        self._boards[axis].file_writer.add_summary(summary)
+                    rows = "".join(f"    {key}: {value}\n" for key, value in self.settings.items())
+                    self._boards[axis].add_text("config", rows)
             for name, value in values.items():
                 if value is not None:  # NaN is drawn by TensorBoard as what it is
                     self._boards[axis].add_scalar(name, value, at[axis])

@@ -26,13 +26,3 @@ def test_all_else_is_refused_in_one_line(given):
 def test_a_part_that_is_named_twice_is_refused():
     with pytest.raises(ConfigError, match=r"actor\.recompute = \['mlp', 'mlp'\]: must name each part once"):
         load_config(CONFIG, ["actor.recompute=[mlp, mlp]"])
-
-
-def test_a_run_that_stored_the_earlier_word_can_be_read(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.read_text().replace("actor:\n", "actor:\n  recompute: selective\n", 1))
-    with pytest.raises(ConfigError, match=r"config\.yaml:\d+: actor\.recompute = 'selective': must be none"):
-        load_config(path)
-    path.with_name("ledger.jsonl").touch()
-    assert load_config(path).actor.recompute == ("core_attn",)
-    assert load_config(path, ["actor.recompute=full"]).actor.recompute == "full"
