@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.slurm.ray_hook import without_client_server
 from megatron_dapo.storage.durable import replace_file
 from rollout.server import end_with
 from rollout.server.engine import free_port
@@ -163,7 +162,7 @@ def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
     with _output(job).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
-            env=os.environ | {"RAY_START_HOOK": f"{without_client_server.__module__}.without_client_server"},
+            env=os.environ | {"RAY_START_HOOK": "megatron_dapo.slurm.ray_hook.without_client_server"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

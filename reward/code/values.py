@@ -158,9 +158,7 @@ def _read(descriptor: int, size: int, deadline: float | None) -> bytes:
     while len(received) < size:
         if deadline is not None:
             left = deadline - time.monotonic()
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            if left <= 0 or not poll.poll(left * 1000):
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
                 raise TimeoutError
         part = os.read(descriptor, size - len(received))
         if not part:
