@@ -35,12 +35,10 @@ NO_CONFIG = TypeAdapter(Config).validate_json(_LEAST)
 
 _REAP_S = 2.0
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
-_TORCH = """
-import torch
-print("\\ntorch", torch.__version__, torch.version.cuda or "", 0, sep="|", flush=True)
-torch.version.cuda and torch.cuda.init()
-print("\\ntorch", torch.__version__, torch.version.cuda or "", torch.cuda.device_count(), sep="|")
-"""
+_SAID = "print('\\ntorch', torch.__version__, torch.version.cuda or '', {}, sep='|', flush=True)"
+_TORCH = f"import torch; {_SAID}; torch.version.cuda and torch.cuda.init(); {_SAID}".format(
+    0, "torch.cuda.device_count()"
+)
 
 
 Status = Literal["pass", "warning", "fail"]
