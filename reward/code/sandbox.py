@@ -18,10 +18,8 @@ START_LIMIT_S = 60.0
 """Wall-clock limit of the start, on a loaded machine."""
 
 _GRACE_S = 1.0
-_ROOT = str(Path(__file__).parents[2])
-_PROGRAM = (
-    f"import sys; sys.path.insert(0, {_ROOT!r}); from reward.code.sandbox_main import main; del sys.path[0]; main()"
-)
+_START = "import sys; sys.path.insert(0, {!r}); from reward.code.sandbox_main import main; del sys.path[0]; main()"
+_PROGRAM = _START.format(str(Path(__file__).parents[2]))
 
 
 class Sandbox:
