@@ -23,8 +23,7 @@ def ask(
     template: Annotated[str | None, typer.Option(help=_TEMPLATE)] = None,
 ) -> None:
     """Answer one prompt, by plain transformers: a server takes longer to start."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     import torch
     from transformers import AutoModelForCausalLM, TextStreamer
 

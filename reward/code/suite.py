@@ -35,8 +35,6 @@ class _Misused(BaseException):
 class TestedCodeError(Exception):
     """The tested code raised what is no exception of Python's, ended its process, or sent what is no value."""
 
-    __test__ = False
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
