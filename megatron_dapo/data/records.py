@@ -166,7 +166,7 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
         return (_file(data, data.path, "data.path", data),)
     files = [(_file(data, each.path, f"data.mixture.{at}", each), each) for at, each in enumerate(data.mixture)]
     return tuple(
-        replace(file, name=each.name or file.name, weight=each.weight, verifier=each.verifier) for file, each in files
+        replace(one, name=own.name or one.name, weight=own.weight, verifier=own.verifier) for one, own in files
     )
 
 
