@@ -150,7 +150,7 @@ def test_tensorboard_has_both_axes_and_forgets_what_a_resume_does_again(tmp_path
             board.Reload()
             texts = [each.tensor_proto.string_val[0].decode() for each in board.Tensors("responses/1/text_summary")]
             assert [text.split("**")[1] for text in texts] == ["wrong", "right", "right"]
-            (shown,) = board.Tensors("config/text_summary")
+            shown = board.Tensors("config/text_summary")[0]
             assert {b"run.seed", b"data.path"} <= set(re.findall(rb"[a-z]+\.[a-z]+", shown.tensor_proto.string_val[0]))
 
 
