@@ -159,13 +159,10 @@ async def _result(outcome: Awaitable[Outcome]) -> Outcome:
     return await outcome
 
 
-class NotAnOutcome(VerifierError):
-    """What an environment returned cannot be used: a fault of its program, which stops the run."""
-
-
 def checked(outcome: object) -> Outcome:
-    """The outcome in a form that can be sent: no text too long or with half characters. Raises NotAnOutcome, and
-    ValueError for a state that is too long: a response may have filled it."""
+    """The outcome in a form that can be sent: no text too long or with half characters. Raises VerifierError,
+    a fault of its program, which stops the run; and ValueError for a state that is too long: a response may have filled
+    it."""
     reward = getattr(outcome, "reward", None)
     if reward is None or (type(reward) in (int, float) and abs(reward) <= LARGEST_REWARD):
         match outcome:
@@ -178,16 +175,16 @@ def checked(outcome: object) -> Outcome:
                 try:
                     length = len(json.dumps(state, allow_nan=False))
                 except (TypeError, ValueError, RecursionError) as error:
-                    raise NotAnOutcome(f"JSON cannot hold the state: {error}") from None
+                    raise VerifierError(f"JSON cannot hold the state: {error}") from None
                 if length > STATE_LIMIT:
                     raise ValueError(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
                 return replace(outcome, text=sendable(shortened(text, TEXT_LIMIT)))
     forms = "no Observation with text and role user or tool, no End with accuracy True or False, not None"
-    raise NotAnOutcome(f"it returned {str(outcome)[:80]!r}, which is {forms}; or its reward is beyond a million")
+    raise VerifierError(f"it returned {str(outcome)[:80]!r}, which is {forms}; or its reward is beyond a million")
 
 
 def outcome_of(fields: Any) -> Outcome:
-    """An outcome from the fields that JSON held. Raises TypeError, NotAnOutcome, ValueError: it is none."""
+    """An outcome from the fields that JSON held. Raises TypeError, VerifierError, ValueError: it is none."""
     return checked(None if fields is None else Observation(**fields) if "text" in fields else End(**fields))
 
 

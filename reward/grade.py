@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from reward.check import check_verifiers
 from reward.config import RemoteConfig, RewardConfig
 from reward.pool.pool import RewardPool
-from reward.registry import VERIFIERS, find, find_named_by_data
+from reward.registry import VERIFIERS, find_named_by_data
 from reward.verdict import PoolError, Verdict, VerificationRequest
 
 EXIT_OK, EXIT_NO_VERDICTS, EXIT_USAGE = 0, 1, 2
@@ -56,7 +56,6 @@ def main() -> int:
     arguments = parser.parse_args()
     options = {key: value for key, value in vars(arguments).items() if key in RewardConfig.__annotations__}
     try:
-        find(arguments.verifier)
         config = RewardConfig(remote=RemoteConfig(url=arguments.remote_url), **options)
         check_verifiers({arguments.verifier: "--verifier"}, config)
         return _grade_file(arguments.file, arguments.output, config)
@@ -64,20 +63,17 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
         return EXIT_OK
     except OSError as error:
-        return _complain(f"{error.filename or arguments.file}: {error.strerror or error}", EXIT_USAGE)
+        code, told = EXIT_USAGE, f"{error.filename or arguments.file}: {error.strerror or error}"
     except PoolError as error:
-        return _complain(str(error), EXIT_NO_VERDICTS)
+        code, told = EXIT_NO_VERDICTS, str(error)
     except ValueError as error:  # an unknown verifier, an output that is the input
-        return _complain(_in_words(error) if isinstance(error, ValidationError) else str(error), EXIT_USAGE)
+        code, told = EXIT_USAGE, _in_words(error) if isinstance(error, ValidationError) else str(error)
+    print(f"reward grade: {told}", file=sys.stderr)
+    return code
 
 
 def _in_words(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, e['loc']))} = {e['input']!r:.40}: {e['msg']}" for e in error.errors())
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"reward grade: {message}", file=sys.stderr)
-    return code
 
 
 def _grade_file(source: str, target: str | None, config: RewardConfig) -> int:
@@ -138,8 +134,6 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
         VerifierError: the line names a verifier that is not known, or code other than `verifier`.
     """
     text = line.decode("utf-8", "replace").removeprefix("\ufeff")
-    if not text.strip():
-        raise ValueError("empty line")
     try:
         # As text: an int of 4300 digits would be too many, and 0.50 would lose its last one.
         fields = _Line.model_validate(json.loads(text, parse_int=str, parse_float=str))

@@ -136,14 +136,17 @@ def load(name: str) -> Verifier:
     entry = find(name)
     if entry.remote:
         raise VerifierError(f"verifier {name!r} is a service, which no process of the pool can be")
-    return _function(name, entry.path)
+    try:
+        return load_named(entry.path)
+    except ImportError as error:  # the pool must go on
+        raise VerifierError(f"verifier {name!r}: {error}") from error
 
 
 def probe(name: str) -> None:
     """Loads the verifier and tries what it needs of the system. Raises VerifierError."""
     load(name)
     if path := find(name).probe:
-        _function(name, path)()
+        load_named(path)()
 
 
 def other_accuracy(request: VerificationRequest) -> bool | None:
@@ -160,10 +163,3 @@ def other_accuracy(request: VerificationRequest) -> bool | None:
     except VerifierError:
         return None
     return judged.accuracy if isinstance(judged, Judgement) else None
-
-
-def _function(name: str, path: str) -> Callable[..., Any]:
-    try:
-        return load_named(path)
-    except ImportError as error:  # the pool must go on
-        raise VerifierError(f"verifier {name!r}: {error}") from error

@@ -72,7 +72,9 @@ def certify(
         print(ROW.format(*cells, *figures, verdict, difference.parameter), flush=True)
     wrong = verdicts.count(False)
     counted = f"{wrong} of {len(verdicts)} are not" if wrong else f"all {len(verdicts)} are"
-    print(f"{counted} within the bounds: {limits.text}")
+    bound = f" and {ROUNDING:g} x that of one process" if limits.dtype == "bfloat16" else " for each parameter"
+    bounds = f"relative difference of the loss {limits.loss:g}, of the gradient {limits.gradient:g}{bound}"
+    print(f"{counted} within the bounds: {bounds}")
     return not wrong
 
 
@@ -85,12 +87,6 @@ class Limits:
     gradient: float
     _of_one_process: dict[str, float] = field(default_factory=dict)
     """By aggregation, in bfloat16."""
-
-    @property
-    def text(self) -> str:
-        """The limits in words."""
-        bound = f" and {ROUNDING:g} x that of one process" if self.dtype == "bfloat16" else " for each parameter"
-        return f"relative difference of the loss {self.loss:g}, of the gradient {self.gradient:g}{bound}"
 
     def hold(self, aggregation: str, found: "Difference") -> bool:
         """Whether a difference is within them; never for a number that is not finite."""

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.config import Config, ConfigError, load_config
+from megatron_dapo.config import Config, load_config
 from megatron_dapo.data.hub import with_local_paths
 
 P = ParamSpec("P")
@@ -28,10 +28,7 @@ def config_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: a directory without a config; the hub does not answer.
     """
-    if not source.is_file() and not (source / "config.yaml").is_file():
-        fault = "no config.yaml there" if source.is_dir() else "is not there"
-        raise ConfigError(f"{source}: {fault}; give a config file, or the directory of a run")
-    return with_local_paths(load_config(source, overrides) if source.is_file() else run_config(source, overrides))
+    return with_local_paths(run_config(source, overrides) if source.is_dir() else load_config(source, overrides))
 
 
 def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:

@@ -147,7 +147,8 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     named: dict[str, Any] = {"run": run, "beat": beat, "alive": alive, "alarms": alarms}
     named |= {"file": FILE, "now": time.time(), "progress": _progress(run, beat, checkpoint)}
     named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()]}
-    text = text_page("megatron_dapo.cli", "status.txt.j2", local=_local_time, **named)
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beat.error_at or 0)) if beat else ""
+    text = text_page("megatron_dapo.cli", "status.txt.j2", error_at=at, **named)
     if clear:  # everything is there at once
         screen.clear()
     screen.print(text, emoji=False, end="")
@@ -171,7 +172,3 @@ def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
         return [f"{text}; {kept}", step_line(newest, total=total, seconds_left=left)]
     except (KeyError, TypeError, ZeroDivisionError):  # a line that lacks some of these figures
         return [f"{text}; {kept}"]
-
-
-def _local_time(seconds: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds or 0))

@@ -72,7 +72,6 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     tree, lines = read_yaml(path)
     for override in overrides:
         _override(tree, lines, override)
-    of_a_run = path.with_name("ledger.jsonl").exists()
     _apply_preset(tree, lines)
     try:
         config = TypeAdapter(Config).validate_json(json.dumps(tree))
@@ -82,7 +81,8 @@ def load_with_sources(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
     except (TypeError, *_UNREADABLE) as error:
         raise ConfigError(f"{path}: a value is no text, number, list or section ({error}); put it in quotes") from None
     faults = list(contradictions(config))
-    if faults and (overrides or not of_a_run):  # what a run has stored was valid when it began
+    # What a run has stored was valid when it began.
+    if faults and (overrides or not path.with_name("ledger.jsonl").exists()):
         raise ConfigError(f"{path}: keys contradict each other\n" + "\n".join(f"  {fault}" for fault in faults))
     return config, lines
 
@@ -120,9 +120,8 @@ def _apply_preset(tree: dict[str, Any], lines: Lines) -> None:
     if name is None:
         return
     if not isinstance(name, str) or name not in PRESETS:
-        near = get_close_matches(str(name), PRESETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"valid: {', '.join(PRESETS)}"
-        raise ConfigError(f"{_place(('preset',), lines)}: preset = {name}: no such preset; {hint}")
+        known = ", ".join(PRESETS)
+        raise ConfigError(f"{_place(('preset',), lines)}: preset = {name}: no such preset; valid: {known}")
     below, places = read_yaml(PRESETS[name])
     _fill(tree, below)
     for where in places:
@@ -158,7 +157,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         presets = "" if path.suffix else f"; presets: {', '.join(PRESETS)}"
-        raise ConfigError(f"config file {path}: {why}; give the path of a YAML file in UTF-8{presets}") from None
+        raise ConfigError(f"config file {path}: {why}; give a YAML file in UTF-8, or a run's folder{presets}") from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         told = str(error).replace("<unicode string>", str(path))
         raise ConfigError(f"config file {path} is not valid YAML: {told}") from None

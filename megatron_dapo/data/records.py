@@ -165,9 +165,7 @@ def training_files(data: DataConfig) -> tuple[PromptFile, ...]:
     if data.path is not None:
         return (_file(data, data.path, "data.path", data),)
     files = [(_file(data, each.path, f"data.mixture.{at}", each), each) for at, each in enumerate(data.mixture)]
-    return tuple(
-        replace(file, name=each.name or file.name, weight=each.weight, verifier=each.verifier) for file, each in files
-    )
+    return tuple(replace(f, name=own.name or f.name, weight=own.weight, verifier=own.verifier) for f, own in files)
 
 
 def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[PromptFile, ...]:

@@ -35,12 +35,8 @@ NO_CONFIG = TypeAdapter(Config).validate_json(_LEAST)
 
 _REAP_S = 2.0
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
-_TORCH = """
-import torch
-print("\\ntorch", torch.__version__, torch.version.cuda or "", 0, sep="|", flush=True)
-torch.version.cuda and torch.cuda.init()
-print("\\ntorch", torch.__version__, torch.version.cuda or "", torch.cuda.device_count(), sep="|")
-"""
+_SAID = "print('\\ntorch', torch.__version__, torch.version.cuda or '', {}, sep='|', flush=True)"
+_TORCH = f"import torch; {_SAID}; torch.version.cuda and torch.cuda.init(); {_SAID}"
 
 
 Status = Literal["pass", "warning", "fail"]
@@ -164,7 +160,7 @@ class Facts:
     def torch(self) -> tuple[str, str, int, str]:
         """As a process of its own finds it: version, CUDA ("": a build for the CPU), GPUs that it sees; and why it
         could not be imported, if there is nothing else, or why CUDA could not be started."""
-        answer = self.run_python(_TORCH)
+        answer = self.run_python(_TORCH.format(0, "torch.cuda.device_count()"))
         found = re.findall(r"^torch\|(.*)\|(.*)\|(\d+)$", answer.stdout, re.MULTILINE)
         version, cuda, devices = found[-1] if found else ("", "", "0")
         return version, cuda, int(devices), cause(answer)

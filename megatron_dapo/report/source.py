@@ -49,14 +49,12 @@ class Run:
         """`path`: the run directory.
 
         Raises:
-            ReportError: no such folder, or none of a run's files is in it.
+            ReportError: none of a run's files is there.
             MetricsError: metrics.jsonl is broken in the middle: the curves would lie.
         """
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise ReportError(f"{path}: no such folder; give a run directory (`run.dir` of its config)")
         if not any((self.path / name).exists() for name in RUN_FILES):
-            raise ReportError(f"{path}: no run directory, it holds none of {', '.join(RUN_FILES)}")
+            raise ReportError(f"{path}: no run directory (`run.dir` of a config), holds none of {', '.join(RUN_FILES)}")
         self.name = self.path.resolve().name
         self.notes: list[str] = []
         self.summary = self._mapping("summary.json")

@@ -133,9 +133,7 @@ def fit_scaling(hours: np.ndarray, accuracy: np.ndarray, start: float) -> dict[s
     """
     freedom = len(hours) - 3
     if len(hours) < POINTS:
-        return (
-            f"{len(hours)} measurements of held-out accuracy after the first; a fit needs {POINTS} (evaluation.every)"
-        )
+        return f"{len(hours)} measurements of held-out accuracy after the first of {POINTS} needed (evaluation.every)"
     student = Z95 + (Z95**3 + Z95) / (4 * freedom) + (5 * Z95**5 + 16 * Z95**3 + 3 * Z95) / (96 * freedom**2)
     gain, ends = accuracy - start, [(0.005, max(1 - start, 0.01)), (hours[0] / 4, 30 * hours[-1]), (0.25, 8.0)]
     total = middle = exponent = errors = likely = np.zeros(0)

@@ -1,4 +1,5 @@
-"""What the batch script starts on every node: `python -m megatron_dapo.slurm.node --run-dir DIR -- train ...`.
+"""What the batch script starts on every node: `python -m megatron_dapo.slurm.node RUN_DIR SECONDS train ...`; all nodes
+must have joined after so many seconds.
 
 On one node it only runs `megatron-dapo ARGUMENTS`. On several the first starts Ray's head, writes its address below the
 run directory, waits until every node has joined, runs `megatron-dapo ARGUMENTS` and says when it is done. The others
@@ -6,7 +7,6 @@ join at that address and leave when it is done, or when the first node's Ray is 
 a deadline and a name, and what this program starts ends with it, however it ends.
 """
 
-import argparse
 import errno
 import json
 import os
@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.slurm.ray_hook import without_client_server
 from megatron_dapo.storage.durable import replace_file
 from rollout.server import end_with
 from rollout.server.engine import free_port
@@ -65,13 +64,9 @@ class Job:
 
 def main() -> int:
     """The node's life; its exit code is the run's on the first node."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--start-deadline", type=float, required=True, help="seconds for all nodes to join")
-    parser.add_argument("arguments", nargs="+", help="of megatron-dapo")
-    options = parser.parse_args()
+    run_dir, deadline_s, *arguments = sys.argv[1:]
     try:
-        job = Job.of(options.run_dir.resolve(), options.start_deadline, os.environ)
+        job = Job.of(Path(run_dir).resolve(), float(deadline_s), os.environ)
         os.environ |= {
             "RAY_USAGE_STATS_ENABLED": "0",
             # Ray's own choice is 15; here its workers are the trainer, as urgent as the servers beside them.
@@ -84,10 +79,10 @@ def main() -> int:
         if job.nodes == 1:  # the run starts its own Ray, as on any machine; trainer and server may then share one GPU
             for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
                 os.environ.pop(name, None)  # of the shell that submitted the job
-            return _run(job, options.arguments)
+            return _run(job, arguments)
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(job.folder / "token")}
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # 0 keeps Ray to one machine: `train` sets it for its own
-        return lead(job, options.arguments) if job.rank == 0 else follow(job)
+        return lead(job, arguments) if job.rank == 0 else follow(job)
     except NodeError as error:
         print(f"node {os.environ.get('SLURM_NODEID', '?')} ({socket.gethostname()}): {error}", file=sys.stderr)
         return ExitCode.STALLED
@@ -167,7 +162,7 @@ def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
     with _output(job).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
-            env=os.environ | {"RAY_START_HOOK": f"{without_client_server.__module__}.without_client_server"},
+            env=os.environ | {"RAY_START_HOOK": "megatron_dapo.slurm.ray_hook.without_client_server"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

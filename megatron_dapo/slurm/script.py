@@ -115,9 +115,7 @@ def launcher(options: SlurmOptions, cwd: Path, mounts: str) -> list[str]:
     return [f"--container-image={options.container}", f"--container-mounts={mounts}", f"--container-workdir={cwd}"]
 
 
-def batch_script(
-    config_file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions, warn_s: int
-) -> str:
+def batch_script(file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions, warn_s: int) -> str:
     """The script's text. The run always resumes: a fresh run directory starts at its beginning.
 
     Args:
@@ -141,15 +139,15 @@ def batch_script(
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
     run_dir = Path(config.run.dir).resolve()
     cwd = Path.cwd()
-    for text in (str(run_dir), str(config_file), str(cwd), *options.sbatch):
+    for text in (str(run_dir), str(file), str(cwd), *options.sbatch):
         if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
             raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
     # Of a run on one node only its GPUs, with their part of the cores; else whole nodes.
     gpus = used[0] if nodes == 1 and options.gpus_per_node else options.gpus_per_node
     cpus = max(1, options.cpus_per_node * gpus // options.gpus_per_node) if gpus else options.cpus_per_node
-    others = (cwd, run_dir, config_file, *map(Path, options.python_path))
+    others = (cwd, run_dir, file, *map(Path, options.python_path))
     mounts = options.mounts or (mounted(config, *others) if options.container else "")
-    train = ["train", str(config_file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
+    train = ["train", str(file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
     return text_page(
         "megatron_dapo.slurm",
         "run.sbatch.j2",
@@ -157,7 +155,7 @@ def batch_script(
         options=options,
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
-        config=config_file.name,
+        config=file.name,
         job_name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=nodes,
         gpus=gpus,

@@ -54,7 +54,7 @@ class Rewriting:
 
 
 _CHARACTERS = {character: plain for plain, characters in WORDS["characters"].items() for character in characters}
-_RAISED_OR_LOWERED = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)|[\u2080-\u2089]+")
+_SCRIPTS = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)|[\u2080-\u2089]+")
 _ROOT_SIGN = re.compile(r"([√∛∜])\s*(\d+|[A-Za-z])?")
 
 
@@ -90,9 +90,7 @@ def plain_characters(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _RAISED_OR_LOWERED.sub(
-        lambda run: f"{'^' if run[1] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text
-    )
+    text = _SCRIPTS.sub(lambda run: f"{'^' if run[1] else '_'}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
     text = _ROOT_SIGN.sub(lambda root: WORDS["roots"][root[1]] + (f"{{{root[2]}}}" if root[2] else ""), text)
     table = {ord(c): plain for c in set(text) if ord(c) > 127 and (plain := _plain_character(c)) is not None}
     return text.translate(table)

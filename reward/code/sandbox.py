@@ -18,39 +18,30 @@ START_LIMIT_S = 60.0
 """Wall-clock limit of the start, on a loaded machine."""
 
 _GRACE_S = 1.0
-_PROGRAM = f"""import sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from reward.code.sandbox_main import main
-del sys.path[0]
-main()"""
-
-
-File = IO[bytes] | None
+_START = "import sys; sys.path.insert(0, {!r}); from reward.code.sandbox_main import main; del sys.path[0]; main()"
+_PROGRAM = _START.format(str(Path(__file__).parents[2]))
 
 
 class Sandbox:
     """A process that has the tested code and nothing else: no test, no expected value, no way out but its answers."""
 
-    def __init__(
-        self, source: str, *, mode: str, cpu_s: int, stdin: File = None, stdout: File = None, stderr: File = None
-    ) -> None:
+    def __init__(self, source: str, *, mode: str, cpu_s: int, **files: IO[bytes]) -> None:
         """Starts it; the code is not run before `ready`.
 
         Args:
             mode: `program` or `functions`, see `reward.code.sandbox_main`.
             cpu_s: seconds of CPU, past which the kernel kills it.
-            stdin, stdout, stderr: files of mode `program`; what it may write is limited by `ready`.
+            files: `stdin`, `stdout`, `stderr` of mode `program`; what it may write is limited by `ready`.
         """
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
-        options = "-PsSBu" if stderr else "-PsSB"  # unbuffered, so that both come in order
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL) | files
+        options = "-PsSBu" if "stderr" in files else "-PsSB"  # unbuffered, so that both come in order
         self._order = {"source": source, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s, "readable": readable()}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, options, "-X", "utf8", "-c", _PROGRAM, mode, str(requests), str(replies)],
-                stdin=stdin or subprocess.DEVNULL,
-                stdout=stdout or subprocess.DEVNULL,
-                stderr=stderr or subprocess.DEVNULL,
+                **streams,
                 pass_fds=(requests, replies),
                 # What an interpreter may need to start; anything else may be a secret. And a set prints in the same
                 # order whenever the code is run.

@@ -24,18 +24,13 @@ from reward.code.seccomp import READING, die_with_parent, hide_memory, lock
 from reward.code.values import NotPlain, become, decode, encode, receive, send
 
 
-class _OutOfTime(BaseException):
-    """The deadline has passed; no `except Exception` of the tests may go on."""
-
-
-class _Misused(BaseException):
-    """The tests compare an object of the tested code, or the like: the answer would be the tested code's own."""
+class _Ended(BaseException):
+    """The deadline has passed, or the tests compare an object of the tested code, or the like: the answer would be the
+    tested code's own. No `except Exception` of the tests may go on."""
 
 
 class TestedCodeError(Exception):
     """The tested code raised what is no exception of Python's, ended its process, or sent what is no value."""
-
-    __test__ = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +180,7 @@ class _Caller:
         try:
             reply = self._sandbox.ask(request, self._deadline)
         except TimeoutError:
-            raise _OutOfTime from None
+            raise _Ended from None
         except (EOFError, OSError) as error:
             raise TestedCodeError(f"its process is gone ({error})") from None
         if not isinstance(reply, dict):
@@ -207,7 +202,7 @@ class _Caller:
     def refuse(self, what: str) -> NoReturn:
         """Ends the tests, which cannot pass any more whatever they catch."""
         self.misused = True
-        raise _Misused(f"{what} of an object of the tested code")
+        raise _Ended(f"{what} of an object of the tested code")
 
 
 class _StandIn:

@@ -158,7 +158,7 @@ def _read(descriptor: int, size: int, deadline: float | None) -> bytes:
     while len(received) < size:
         if deadline is not None:
             left = deadline - time.monotonic()
-            poll = select.poll()
+            poll = select.poll()  # as `reward.code.seccomp` allows
             poll.register(descriptor, select.POLLIN)
             if left <= 0 or not poll.poll(left * 1000):
                 raise TimeoutError

@@ -23,7 +23,7 @@ from reward.config import RewardConfig
 from reward.environment import REMOTE, Episode, Step, Stepped
 from reward.pool import remote
 from reward.pool.messages import Job, Result
-from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess, WorkerStartError
+from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess
 from reward.registry import find, is_sum, weighted
 from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
 
@@ -234,7 +234,7 @@ class RewardPool:
         try:
             await process.wait_ready()
             return process
-        except WorkerStartError as error:
+        except PoolError as error:
             await self._end(process)
             if attempt == _START_ATTEMPTS:
                 raise PoolError(f"reward pool: {error} ({attempt} attempts)") from None

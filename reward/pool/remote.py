@@ -16,6 +16,7 @@ import asyncio
 import json
 import random
 import time
+from asyncio import Semaphore
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -53,14 +54,9 @@ async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) 
     if config.url is None or not requests:
         return [_unjudged("reward.remote.url is not set; give the address of the service", 0.0)] * len(requests)
     batches = [requests[at : at + config.batch] for at in range(0, len(requests), config.batch)]
-    free = asyncio.Semaphore(config.connections)
+    free = Semaphore(config.connections)
     async with open_session() as session:
-
-        async def judge(batch: Sequence[VerificationRequest]) -> list[Verdict]:
-            async with free:
-                return await _judge(config, session, batch)
-
-        judged = await asyncio.gather(*map(judge, batches))
+        judged = await asyncio.gather(*(_judge(config, session, free, batch) for batch in batches))
     return [verdict for verdicts in judged for verdict in verdicts]
 
 
@@ -68,7 +64,7 @@ class RemoteEnvironment:
     """Environment `remote`. Used in one event loop."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self._config, self._free = config, asyncio.Semaphore(config.connections)
+        self._config, self._free = config, Semaphore(config.connections)
         self._session: aiohttp.ClientSession | None = None
 
     async def step(self, episode: Episode) -> Stepped:
@@ -95,15 +91,19 @@ def open_session() -> "aiohttp.ClientSession":
 
 
 async def _judge(
-    config: RemoteConfig, session: "aiohttp.ClientSession", requests: Sequence[VerificationRequest]
+    config: RemoteConfig,
+    session: "aiohttp.ClientSession",
+    free: asyncio.Semaphore,
+    batch: Sequence[VerificationRequest],
 ) -> list[Verdict]:
-    began = time.monotonic()
-    asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in requests]
-    try:
-        answers = await _answered(config, session, {"requests": asked}, lambda said: _verdicts(said, len(requests)))
-    except _Refused as refused:
-        return [_unjudged(str(refused), (time.monotonic() - began) / len(requests))] * len(requests)
-    seconds = (time.monotonic() - began) / len(requests)
+    asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in batch]
+    async with free:
+        began = time.monotonic()
+        try:
+            answers = await _answered(config, session, {"requests": asked}, lambda said: _verdicts(said, len(batch)))
+        except _Refused as refused:
+            return [_unjudged(str(refused), (time.monotonic() - began) / len(batch))] * len(batch)
+        seconds = (time.monotonic() - began) / len(batch)
     return [Verdict(accuracy=right, extracted=text, rule=rule, seconds=seconds) for right, text, rule in answers]
 
 

@@ -22,7 +22,7 @@ from reward.code import READS
 from reward.config import RewardConfig
 from reward.environment import Step, Stepped
 from reward.pool.messages import FRAME_LIMIT, HEADER, READY, Job, Reply, Result, decode_reply, needed
-from reward.verdict import Deferred
+from reward.verdict import Deferred, PoolError
 
 START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
@@ -38,10 +38,6 @@ def worker_environment(config: RewardConfig) -> dict[str, str]:
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), READS: os.pathsep.join(config.code_reads)}
     return os.environ | dict.fromkeys(_THREADS, "1") | own
-
-
-class WorkerStartError(RuntimeError):
-    """A worker did not come up; the message holds what it wrote to its standard error."""
 
 
 class WorkerLost(Exception):
@@ -80,7 +76,8 @@ class WorkerProcess:
         self.pid = self._process.pid
 
     async def wait_ready(self) -> None:
-        """Waits until the worker serves. Raises WorkerStartError."""
+        """Waits until the worker serves. Raises PoolError: it did not come up; the message holds what it wrote to its
+        standard error."""
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 await self._receive(0)
@@ -88,7 +85,7 @@ class WorkerProcess:
             why = f"not ready after {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else await self._death()
             self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
             log = self._log.read().decode("utf-8", "replace").strip()
-            raise WorkerStartError(f"reward worker {self.pid}: {why}; it wrote: {log or '(nothing)'}") from error
+            raise PoolError(f"reward worker {self.pid}: {why}; it wrote: {log or '(nothing)'}") from error
         finally:
             self._log.close()  # a worker that is ready writes to /dev/null
 

@@ -49,7 +49,10 @@ def test_a_run_that_is_not_there_is_no_config_that_is_not_there(monkeypatch, cap
     with pytest.raises(SystemExit) as ended:
         typed(monkeypatch, "eval", "runs/nope")
     assert ended.value.code == 2
-    assert "runs/nope: is not there; give a config file, or the directory of a run" in capsys.readouterr().err
+    assert (
+        "config file runs/nope: No such file or directory; give a YAML file in UTF-8, or a run's folder"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_verifier_in_another_folder_is_told_of_pythonpath():

@@ -1,4 +1,4 @@
-"""`actor.recompute`: what it may be, and what runs have stored before it could be a list."""
+"""`actor.recompute`: what it may be."""
 
 import pytest
 

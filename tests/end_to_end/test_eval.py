@@ -89,8 +89,8 @@ def test_responses_of_other_settings_are_not_mixed_in(whole, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("/nowhere/dapo.yaml",), "is not there; give a config file"),
-        ((str(ROOT / "examples"),), "no config.yaml there"),
+        (("/nowhere/dapo.yaml",), "/nowhere/dapo.yaml: No such file or directory; give a YAML file"),
+        ((str(ROOT / "examples"),), "examples/config.yaml: No such file"),
         ((CONFIG, "--model", str(ROOT / "docs")), "tools.convert_checkpoint makes one"),
         ((CONFIG, "evaluation.path=nowhere.jsonl"), "evaluation.path"),
     ],

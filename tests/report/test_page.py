@@ -370,7 +370,7 @@ def run_command(monkeypatch):
 
 
 def test_what_is_no_run_is_an_error(tmp_path, run_command, capsys):
-    with pytest.raises(ReportError, match="no such folder"):
+    with pytest.raises(ReportError, match="no run directory"):
         Run(tmp_path / "nowhere")
     assert run_command("report", str(tmp_path)) == ExitCode.CONFIG
     assert "no run directory" in capsys.readouterr().err

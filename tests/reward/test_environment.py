@@ -8,7 +8,7 @@ import pytest
 
 from reward.check import check_environments
 from reward.config import RewardConfig
-from reward.environment import End, Episode, NotAnOutcome, Observation, Turn, checked, shortened
+from reward.environment import End, Episode, Observation, Turn, checked, shortened
 from reward.pool.messages import decode_reply
 from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest, VerifierError
@@ -293,7 +293,7 @@ def test_a_text_is_shortened_in_its_middle():
 
 @pytest.mark.parametrize("outcome", [End(accuracy=1), End(accuracy=True, reward=math.nan), Observation("a", role="x")])
 def test_outcomes_that_cannot_be_used(outcome):
-    with pytest.raises(NotAnOutcome):
+    with pytest.raises(VerifierError):
         checked(outcome)
 
 

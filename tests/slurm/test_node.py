@@ -22,7 +22,7 @@ def nodes(tmp_path, monkeypatch):
     started = []
     for rank in ("0", "1"):
         monkeypatch.setenv("SLURM_NODEID", rank)
-        arguments = ["--run-dir", str(run_dir), "--start-deadline", "200", "--", str(tmp_path / f"python{rank}")]
+        arguments = [str(run_dir), "200", str(tmp_path / f"python{rank}")]
         log = tmp_path / f"{rank}.txt"
         started.append(Running(*arguments, log=log, module="tests.slurm.standin_node"))
     try:
@@ -110,7 +110,7 @@ def test_a_run_on_one_node_starts_its_own_ray(nodes, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(node, "lead", lambda job, arguments: seen.update(lead=job.nodes) or 0)
     monkeypatch.setattr(node, "_run", lambda job, arguments, **variables: seen.update(variables, alone=True) or 75)
-    monkeypatch.setattr("sys.argv", ["node", f"--run-dir={tmp_path}", "--start-deadline=1", "--", "train"])
+    monkeypatch.setattr("sys.argv", ["node", str(tmp_path), "1", "train"])
     monkeypatch.setattr(node.os, "environ", {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NNODES": nodes})
     code = node.main()
     assert (code, seen) == ((75, {"alone": True}) if nodes == "1" else (0, {"lead": 2}))
@@ -120,7 +120,7 @@ def test_a_run_on_one_node_starts_its_own_ray(nodes, tmp_path, monkeypatch):
 
 def test_cores_that_a_step_does_not_get_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node, "_run", lambda job, arguments: 0)
-    monkeypatch.setattr("sys.argv", ["node", f"--run-dir={tmp_path}", "--start-deadline=1", "--", "train"])
+    monkeypatch.setattr("sys.argv", ["node", str(tmp_path), "1", "train"])
     given = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "8192"}
     monkeypatch.setattr(node.os, "environ", given)
     node.main()

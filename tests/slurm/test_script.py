@@ -354,7 +354,7 @@ def test_apptainer_gets_one_word_for_each_and_then_the_program(tmp_path):
     done = subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, check=True)
     words = [line[1:-1] for line in done.stdout.splitlines()]
     assert words[:5] == ["exec", "--nv", "--bind=/my data:/data,/b:/b", f"--pwd={Path.cwd()}", image]
-    assert words[5:10] == ["python", "-m", "megatron_dapo.slurm.node", "--run-dir", f"{tmp_path}/a run"]
+    assert words[5:10] == ["python", "-m", "megatron_dapo.slurm.node", f"{tmp_path}/a run", "600"]
 
 
 WARN = "kill -USR1 $PPID; for _ in {1..100}; do [ -s stop ] && { rm stop; break; }; read -t 0.1 <> <(:); done"
