@@ -34,12 +34,7 @@ def initialise(
     of every group ends after `timeout_s` seconds at the latest: with an error under gloo, with the end of the process
     under NCCL. `seed` goes to Megatron's generators (dropout and initial weights; the same for all data-parallel
     ranks).
-
-    Raises:
-        ValueError: `layout` is not for `world_size` ranks.
     """
-    if layout.world_size != world_size:
-        raise ValueError(f"actor.layout is for {layout.world_size} ranks, but {world_size} were started")
     where, timeout = urlsplit(rendezvous), timedelta(seconds=timeout_s)
     host, port = where.hostname or "", where.port or 0
     by_store = where.scheme == "tcp"
