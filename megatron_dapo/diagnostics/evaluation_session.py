@@ -189,18 +189,16 @@ def snapshot(source: Path, target: Path) -> bool:
     aside = target.with_name(f"{target.name}.tmp")
     for old in (target, aside):
         shutil.rmtree(old, ignore_errors=True)
-    aside.mkdir(parents=True)
-    with suppress(FileNotFoundError):
-        for file in sorted(source.iterdir()):
-            _link_or_copy(file, aside / file.name)
+    with suppress(FileNotFoundError, shutil.Error):
+        shutil.copytree(source, aside, copy_function=_link_or_copy)
         if {file.name for file in source.iterdir()} == {file.name for file in aside.iterdir()}:
             os.replace(aside, target)
             return True
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     return False
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
