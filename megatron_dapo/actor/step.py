@@ -208,12 +208,10 @@ class ForwardBackward:
                 sequences.routing = self._to_device(item.packed.routing)
             return chunk(ids, positions, None, packed_seq_params=sequences), partial(loss, item)
 
-        iterators = [iter(inputs) for _ in self.chunks]
-        one = len(self.chunks) == 1
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iterators[0] if one else iterators,
-            model=self.chunks[0] if one else self.chunks,
+            data_iterator=[iter(inputs) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(inputs),
             seq_length=inputs[0].packed.input_ids.size * self.layout.context,
             micro_batch_size=1,

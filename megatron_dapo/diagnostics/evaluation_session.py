@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader, WeightsError
 from megatron_dapo.cluster.heartbeat import heartbeat
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
@@ -134,9 +135,6 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
 KEPT = Path(EVALUATIONS) / ".kept"
 """In a run directory: the weights that an evaluation of it is about, until it is finished."""
 
-_PIECE = 1 << 20
-"""Bytes read at both ends of a file for the fingerprint."""
-
 
 def versions(folder: Path) -> list[int]:
     """N of each vN in a folder of weights, oldest first."""
@@ -191,18 +189,16 @@ def snapshot(source: Path, target: Path) -> bool:
     aside = target.with_name(f"{target.name}.tmp")
     for old in (target, aside):
         shutil.rmtree(old, ignore_errors=True)
-    aside.mkdir(parents=True)
-    with suppress(FileNotFoundError):
-        for file in sorted(source.iterdir()):
-            _link_or_copy(file, aside / file.name)
+    with suppress(FileNotFoundError, shutil.Error):
+        shutil.copytree(source, aside, copy_function=_link_or_copy)
         if {file.name for file in source.iterdir()} == {file.name for file in aside.iterdir()}:
             os.replace(aside, target)
             return True
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     return False
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
@@ -210,27 +206,21 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of the model in a folder: the config, and of each weight file its size and a megabyte from both ends. Another
-    step of training has another one.
+    """Of the model in a folder: of its config, and of some bytes of each tensor. Another step of training has another
+    one.
 
     Raises:
         EvaluationError: the folder holds no model in Hugging Face format.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files or not (folder / "config.json").is_file():
+    try:
+        with SafetensorsReader(folder) as weights:
+            content = (folder / "config.json").read_bytes() + weights.digest().encode()
+    except (OSError, WeightsError) as error:
         raise EvaluationError(
-            f"{folder}: no model in Hugging Face format (config.json, *.safetensors); "
+            f"{folder}: no model in Hugging Face format (config.json, *.safetensors): {error}; "
             "python -m tools.convert_checkpoint makes one of a checkpoint"
-        )
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as content:
-            digest.update(content.read(_PIECE))
-            content.seek(max(0, size - _PIECE))
-            digest.update(content.read(_PIECE))
-    return digest.hexdigest()[:16]
+        ) from None
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 async def evaluate(config: Config, out: Path, console: Console, rollout_step: int | None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -170,7 +169,9 @@ def _serve(pipe: Connection, device: Literal["cpu", "cuda"], rank: int, folder: 
         except Exception:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
-        _take_down()
+        from megatron_dapo.actor.device import process_groups  # it imports Megatron
+
+        process_groups.shutdown()  # nothing of one call is left for the next
 
 
 def _end_with_parent() -> None:
@@ -179,14 +180,3 @@ def _end_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
-
-
-def _take_down() -> None:
-    """Leave nothing of one call for the next."""
-    import torch
-
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None:
-        parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

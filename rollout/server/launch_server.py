@@ -109,12 +109,9 @@ def main(arguments: Sequence[str]) -> None:
     if "--enable-memory-saver" in arguments:
         for name in ALLOCATOR:
             # Memory of expandable segments is refused under the old name; under the new one it would stay on the GPU.
-            settings = os.environ.get(name, "").split(",")
-            kept = [setting for setting in settings if not setting.strip().startswith("expandable_segments")]
-            if kept != settings:
-                print(f"{name}: expandable_segments is left out, torch_memory_saver cannot release it", flush=True)
+            if "expandable_segments" in os.environ.get(name, ""):
+                print(f"{name} is left out: torch_memory_saver cannot release expandable_segments", flush=True)
                 del os.environ[name]
-                os.environ |= {name: ",".join(kept)} if kept else {}
     if not any(_values(arguments, flag) for flag in _OTHER_RENDEZVOUS):
         os.environ.setdefault(RENDEZVOUS, rendezvous())
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:

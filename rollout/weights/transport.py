@@ -328,8 +328,7 @@ class GroupTransport:
         for task in everybody:
             task.cancel()
         results = await asyncio.gather(own, *tasks.values(), return_exceptions=True)
-        if self._group is not None:
-            _in_thread(self._group.abort)
+        self.close()
         failures = {}
         for url, error in zip(tasks, results[1:], strict=True):
             failure = _failure(error) if url in failed else Failure(reason=f"{url}: {cause}", answers=url not in silent)

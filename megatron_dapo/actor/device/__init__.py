@@ -168,7 +168,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         "matrix products": dtype if config.fp8 == "none" else f"FP8 {config.fp8}, {config.fp8_recipe} scaling",
         "gradient accumulation": sums,
         "gradient reduction": f"{'after' if reduces_late else 'during'} backward ({backend}, {ranks} data-parallel)",
-        "optimizer": f"FusedAdam of {fused_adam}" if fused_adam else "AdamW in FusedAdam's state layout",
+        "optimizer": f"FusedAdam of {fused_adam}" if fused_adam else "AdamW of this package",
     }
     return DeviceChoice(
         device=torch.device("cpu") if index is None else torch.device("cuda", index),

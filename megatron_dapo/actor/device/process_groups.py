@@ -2,8 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +13,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_dapo.actor.device import DeviceChoice
 from megatron_dapo.config.actor_config import LayoutConfig
+
+LOOPBACK, GLOO_INTERFACE = ("127.0.0.1", "::1", "localhost"), "GLOO_SOCKET_IFNAME"
 
 
 def initialise(
@@ -33,16 +34,15 @@ def initialise(
     of every group ends after `timeout_s` seconds at the latest: with an error under gloo, with the end of the process
     under NCCL. `seed` goes to Megatron's generators (dropout and initial weights; the same for all data-parallel
     ranks).
-
-    Raises:
-        ValueError: `layout` is not for `world_size` ranks.
     """
-    if layout.world_size != world_size:
-        raise ValueError(f"actor.layout is for {layout.world_size} ranks, but {world_size} were started")
     where, timeout = urlsplit(rendezvous), timedelta(seconds=timeout_s)
     host, port = where.hostname or "", where.port or 0
     by_store = where.scheme == "tcp"
-    with _gloo_on_loopback(host if by_store else ""):
+    with ExitStack() as stack:
+        # Where the ranks meet on loopback gloo shall listen there too, and not on the address of the machine's name.
+        if by_store and host in LOOPBACK and GLOO_INTERFACE not in os.environ:
+            os.environ[GLOO_INTERFACE] = "lo"
+            stack.callback(os.environ.pop, GLOO_INTERFACE)
         dist.init_process_group(
             device.backend,
             init_method=None if by_store else rendezvous,
@@ -79,20 +79,6 @@ def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta)
         multi_tenant=rank == 0,
         master_listen_fd=socket.create_server((host, port), family=family).detach() if rank == 0 else None,
     )
-
-
-@contextmanager
-def _gloo_on_loopback(host: str) -> Iterator[None]:
-    """Where the ranks meet on loopback gloo shall listen there too, and not on the address of the machine's name."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or host not in ("127.0.0.1", "::1", "localhost"):
-        yield
-        return
-    os.environ[name] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

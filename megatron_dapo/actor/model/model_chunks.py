@@ -13,7 +13,6 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
@@ -151,8 +150,6 @@ def _expert_settings(hf: HFModelConfig, layout: LayoutConfig, device: DeviceChoi
     experts = hf.experts
     if experts is None:
         return {}
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16's router calls it by name
-        raise ConfigError("a mixture of experts on CUDA needs TransformerEngine, which is not importable")
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,

@@ -175,13 +175,12 @@ class PackedAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
         """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
-        if not isinstance(packed_seq_params, PackedSequences) or attention_mask is not None:
-            raise ValueError("give packed_seq_params as PackedSequences and no attention mask")
         plan = packed_seq_params.plan
         query, key = self.rotary(query, packed_seq_params), self.rotary(key, packed_seq_params)
         if self.context_group is not None:

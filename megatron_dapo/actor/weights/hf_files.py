@@ -111,21 +111,13 @@ class SafetensorsReader:
         return self._places[name].dtype
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous, no view of the file."""
+        """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous, no view of the file. Whole
+        rows are read."""
         place = self._places[name]
-        row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
-        shape = list(place.shape)
-        shape[dim] = stop - start
-        tensor = torch.empty(shape, dtype=place.dtype)
-        if dim == 0 or shape == list(place.shape):
-            place.fill(tensor, start * row_bytes if dim == 0 else 0)
-            return tensor
-        at_once = max(1, PIECE_BYTES // row_bytes)
-        for row in range(0, shape[0], at_once):
-            rows = torch.empty((min(at_once, shape[0] - row), *place.shape[1:]), dtype=place.dtype)
-            place.fill(rows, row * row_bytes)
-            tensor[row : row + at_once] = rows[:, start:stop]
-        return tensor
+        first, last = (start, stop) if dim == 0 else (0, place.shape[0])
+        rows = torch.empty((last - first, *place.shape[1:]), dtype=place.dtype)
+        place.fill(rows, first * math.prod(place.shape[1:]) * place.dtype.itemsize)
+        return rows if dim == 0 else rows[:, start:stop].contiguous()
 
 
 def _listed(folder: Path) -> tuple[Path, list[Path]]:

@@ -207,9 +207,7 @@ def stream_weights(
                 views = bucket.views(sink.buffer(bucket.size))
                 for shards, stacked in islice(stream, bucket.parameters):
                     if stacked is not None:
-                        for rank, shard in enumerate(stacked):
-                            shards.fill(views, shard, rank, len(stacked))
-                        del shard
+                        shards.fill(views, stacked)
                     del stacked  # before the next parameter is gathered
                 sink.put(bucket, views)
                 del views

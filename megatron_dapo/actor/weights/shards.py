@@ -55,17 +55,17 @@ class Shards:
         for part, name, start, stop in blocks:
             part.copy_(read(name, self.dim or 0, start, stop).view(part.shape))
 
-    def fill(self, targets: Mapping[str, Tensor], shard: Tensor, rank: int, ranks: int) -> None:
-        """Write the shard of a rank to where it belongs in the full tensors `targets`, which are contiguous and on any
-        device."""
-        for part, name, start, stop in self.blocks(shard, rank, ranks):
-            targets[name].narrow(self.dim or 0, start, stop - start).view(part.shape).copy_(part)
+    def fill(self, targets: Mapping[str, Tensor], stacked: Tensor) -> None:
+        """Write all ranks' shards [ranks, *shape] (one if not `split`) to where they belong in the full tensors
+        `targets`, which are contiguous and on any device."""
+        for rank, shard in enumerate(stacked):
+            for part, name, start, stop in self.blocks(shard, rank, len(stacked)):
+                targets[name].narrow(self.dim or 0, start, stop - start).view(part.shape).copy_(part)
 
     def full(self, stacked: Tensor, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """New full tensors by Hugging Face name, from all ranks' shards [ranks, *shape] (one if not `split`)."""
+        """New full tensors by Hugging Face name, from all ranks' shards as in `fill`."""
         tensors = {name: torch.empty(shape, dtype=stacked.dtype, device=device) for name, shape in self.shapes.items()}
-        for rank, shard in enumerate(stacked):
-            self.fill(tensors, shard, rank, len(stacked))
+        self.fill(tensors, stacked)
         return tensors
 
     def blocks(self, shard: Tensor, rank: int, ranks: int) -> Iterator[tuple[Tensor, str, int, int]]:

@@ -15,7 +15,7 @@ from tests.actor.tiny import save_tiny
 H100 = {"index": 3}
 TE = {"transformer_engine": "2.20.2", "fused_adam": "transformer_engine"}
 LOCAL = "layers: PyTorch's attention on packed sequences, RMSNorm in PyTorch"
-OURS = "AdamW in FusedAdam's state layout"
+OURS = "AdamW of this package"
 
 
 def chosen(asked: dict[str, Any], found: dict[str, Any]) -> DeviceChoice:

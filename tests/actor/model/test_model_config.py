@@ -74,7 +74,6 @@ def test_rope_fields_of_transformers_5_mean_the_same(load):
         ({"tie_word_embeddings": "false"}, ["tie_word_embeddings", "'false'"]),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, ["num_attention_heads = 3", "hidden_size = 64"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "num_attention_heads = 4"]),
-        ({"head_dim": 15}, ["head_dim", "15", "even"]),
         ({"rope_theta": "x"}, ["rope_theta", "'x'"]),
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor"]),
@@ -117,10 +116,8 @@ def test_experts_under_both_names_of_their_number(load):
         ({"n_shared_experts": 1}, ["n_shared_experts = 1"]),
         ({"num_shared_experts": 1}, ["num_shared_experts = 1"]),
         ({"first_k_dense_replace": 1}, ["first_k_dense_replace = 1"]),
-        ({"num_local_experts": 4}, ["num_experts, num_local_experts"]),
         ({"num_experts": ...}, ["json: num_experts: "]),
         ({"moe_intermediate_size": "x"}, ["json: moe_intermediate_size = 'x'"]),
-        ({"num_experts_per_tok": 9}, ["num_experts_per_tok = 9", "num_experts = 8"]),
         ({"num_experts_per_tok": 1}, ["num_experts_per_tok = 1", "norm_topk_prob"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings = True", "SGLang", "lm_head.weight"]),
         ({"model_type": "qwen2_moe"}, ["model_type", "'qwen2_moe'"]),
@@ -215,7 +212,12 @@ def test_the_dense_size_of_a_model_of_experts_means_nothing(load):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"{", "no JSON"), (b"\xff", "no JSON"), (b"[]", "no object but list"), (None, "No such file")],
+    [
+        (b"{", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[1]", "no JSON object"),
+        (None, "No such file"),
+    ],
 )
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes | None, words: str):
     file = tmp_path / "config.json"

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.actor.weights import hf_files
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError
 
 SHAPES = {"a.weight": (7, 5), "b.bias": (3,), "c.weight": (4, 6), "none": (0, 4)}
@@ -51,15 +50,6 @@ def test_any_slice_is_the_librarys(written, name, dim, data):
         got = reader.read(name, dim, start, stop)
     assert torch.equal(got, load_file(written / "model.safetensors")[name].narrow(dim, start, stop - start))
     assert got.is_contiguous()
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 25, 2**20])
-def test_columns_are_read_in_pieces_of_rows(written, monkeypatch, piece_bytes):
-    monkeypatch.setattr(hf_files, "PIECE_BYTES", piece_bytes)
-    whole = load_file(written / "model.safetensors")["c.weight"]
-    with SafetensorsReader(written) as reader:
-        for columns in [(0, 6), (0, 2), (2, 5), (5, 6), (3, 3)]:
-            assert torch.equal(reader.read("c.weight", 1, *columns), whole[:, slice(*columns)])
 
 
 def test_a_tensor_that_was_not_planned_so_is_refused(tmp_path):
