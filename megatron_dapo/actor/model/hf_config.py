@@ -66,7 +66,9 @@ class Experts(BaseModel, frozen=True, strict=True):
     """The chosen experts' weights sum to 1; else they are their shares among all experts."""
 
     @model_validator(mode="after")
-    def _top_k_learns(self) -> Self:
+    def _top_k_fits(self) -> Self:
+        if self.top_k > self.count:
+            raise ValueError(f"num_experts_per_tok = {self.top_k}: must not exceed num_experts = {self.count}")
         if self.top_k == 1 and self.normalised:
             raise ValueError("num_experts_per_tok = 1: with norm_topk_prob the router would have no gradient")
         return self
@@ -139,6 +141,8 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
             raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
         if "head_dim" not in self.model_fields_set and hidden % heads:
             raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {hidden}, or give head_dim")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim}: must be even")
         if self.experts is not None and self.tied:
             raise ValueError(
                 "tie_word_embeddings = True: SGLang's Qwen3-MoE has a head of its own, which nothing would set; save "

@@ -83,6 +83,20 @@ def test_what_cannot_be_together_with_it_is_refused(config_file: Path, other: st
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.extra_args=[--speculative-accept-threshold-acc, '0.9']", "not be drawn from the model"),
+        ("rollout.speculative.draft_tokens=4", "draft_tokens: nothing reads them with"),
+        ("rollout.speculative.algorithm=eagle", "set rollout.speculative.draft_model too"),
+        ("rollout.speculative={algorithm: ngram, draft_model: x}", "draft_model = x: ngram drafts without a model"),
+    ],
+)
+def test_keys_that_say_too_little_or_too_much_are_refused(config_file: Path, override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config(config_file, [override])
+
+
+@pytest.mark.parametrize(
     ("more", "way"), [([], "distributed"), (["run.mode=colocated", "actor.offload.between_phases=all"], "tensor")]
 )
 def test_weights_never_go_by_a_folder(config_file: Path, more: list[str], way: str) -> None:
