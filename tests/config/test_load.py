@@ -182,11 +182,6 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["run.resume=yes"], ["run.resume = 'yes': must be true or false"]),
         ("", ["rollout.extra_args=[--tp=2]"], ["--tp=2", "set rollout.tensor_parallel"]),
         ("", ["rollout.extra_args=[--enable-fp32-lm-head]"], ["--enable-fp32-lm-head", "set model.fp32_head"]),
-        (
-            "",
-            ["rollout.extra_args=[--speculative-algorithm, EAGLE]"],
-            ["--speculative-algorithm", "set rollout.speculative.algorithm"],
-        ),
         ("", ["actor.layout.data=" + "9" * 30], ["actor.layout: asks for 999", "lower it"]),
         ("", ["rollout.extra_args=[--quantization=fp8]"], ["--quantization=fp8", "rounded weights", "remove it"]),
         ("", ["rollout.extra_args=[--enable_lora]"], ["--enable_lora", "names"]),
