@@ -91,10 +91,7 @@ def open_session() -> "aiohttp.ClientSession":
 
 
 async def _judge(
-    config: RemoteConfig,
-    session: "aiohttp.ClientSession",
-    free: asyncio.Semaphore,
-    batch: Sequence[VerificationRequest],
+    config: RemoteConfig, session: "aiohttp.ClientSession", free: Semaphore, batch: Sequence[VerificationRequest]
 ) -> list[Verdict]:
     asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in batch]
     async with free:
