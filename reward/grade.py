@@ -73,7 +73,8 @@ def main() -> int:
 
 
 def _in_words(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, e['loc']))} = {e['input']!r:.40}: {e['msg']}" for e in error.errors())
+    faults = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in error.errors()]
+    return "; ".join(f"{key} = {given!r:.40}: {said.removeprefix('Value error, ')}" for key, given, said in faults)
 
 
 def _grade_file(source: str, target: str | None, config: RewardConfig) -> int:

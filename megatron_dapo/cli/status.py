@@ -152,8 +152,9 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     if clear:  # everything is there at once
         screen.clear()
     screen.print(text, emoji=False, end="")
-    far = beat is not None and beat.state == "running" and beat.host != socket.gethostname()
-    return alive or going or (far and time.time() - beat.written < SILENT_S)
+    if beat is not None and beat.state == "running" and beat.host != socket.gethostname():
+        going = going or time.time() - beat.written < SILENT_S
+    return alive or going
 
 
 def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:

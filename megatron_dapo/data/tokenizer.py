@@ -114,9 +114,9 @@ def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple
     stray = bool(engine) and not set(own) <= set(engine)
     if told is not None and (stray or (generation and not set(model) <= {*generation, *own})):
         said = {"the tokenizer": own, "generation_config.json": generation, "config.json": model}
-        told = ", ".join(f"{_named(tokenizer, ids)} to {file}" for file, ids in said.items())
+        ends = ", ".join(f"{_named(tokenizer, ids)} to {file}" for file, ids in said.items())
         remedy = "say which token ids end one in model.stop_token_ids, or correct the files"
-        raise TokenizerError(f"model.path = {folder}: the end of a response is {told}; {remedy}")
+        raise TokenizerError(f"model.path = {folder}: the end of a response is {ends}; {remedy}")
     return tuple(dict.fromkeys((*own, *generation, *model)))
 
 

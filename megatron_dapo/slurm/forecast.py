@@ -25,9 +25,8 @@ def warning_and_notes(config: Config, warn_s: int | None, limit: int | None, *, 
     except ConfigError as error:
         return warn_s or LEAST_WARN_S, [] if warn_s else [f"no plan of this run ({error}): {unknown}"]
     if plan.step is None:
-        needs = [(f"{m.part}, {m.what}", f"{m.needed / 1e9:.0f} of {m.there / 1e9:.0f} GB") for m in plan.misfits]
-        parts = "; ".join(f"{what}: needs {bytes_}" for what, bytes_ in needs)
-        return warn_s or LEAST_WARN_S, [f"`megatron-dapo plan` says that this run does not fit: {parts}"]
+        parts = [f"{m.part}, {m.what}: needs {m.needed / 1e9:.0f} of {m.there / 1e9:.0f} GB" for m in plan.misfits]
+        return warn_s or LEAST_WARN_S, [f"`megatron-dapo plan` says that this run does not fit: {'; '.join(parts)}"]
     seconds, step_h, run = saving_seconds(plan), plan.step.seconds / 3600, config.run
     every, minutes = run.checkpoint_every or run.rollout_steps, run.checkpoint_minutes
     lost_h = min(every, max(1, minutes / 60 // step_h) if minutes else every) * step_h

@@ -44,9 +44,9 @@ _RETRIED = frozenset({408, 425, 429})
 class _Refused(Exception):
     """A failed attempt; the message says what happened."""
 
-    def __init__(self, reason: str, *, final: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
+
+class _Final(_Refused):
+    """One that no further attempt could mend."""
 
 
 async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) -> list[Verdict]:
@@ -91,10 +91,7 @@ def open_session() -> "aiohttp.ClientSession":
 
 
 async def _judge(
-    config: RemoteConfig,
-    session: "aiohttp.ClientSession",
-    free: asyncio.Semaphore,
-    batch: Sequence[VerificationRequest],
+    config: RemoteConfig, session: "aiohttp.ClientSession", free: Semaphore, batch: Sequence[VerificationRequest]
 ) -> list[Verdict]:
     asked = [{"prompt": r.prompt, "response": r.response, "ground_truth": r.ground_truth} for r in batch]
     async with free:
@@ -120,7 +117,7 @@ async def _answered(
             return read(await _attempt(config, session, body))
         except _Refused as refused:
             spent = time.monotonic() - began
-            if refused.final or spent + pause > config.deadline_s:
+            if isinstance(refused, _Final) or spent + pause > config.deadline_s:
                 raise _Refused(f"{config.url}: {refused} ({attempts} attempts in {spent:.0f} s)") from None
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # so that many callers do not come back at once
         pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -140,12 +137,12 @@ async def _attempt(config: ServiceConfig, session: "aiohttp.ClientSession", body
     except TimeoutError:
         raise _Refused(f"no answer within {config.attempt_s:g} s") from None
     except aiohttp.InvalidURL as error:
-        raise _Refused(f"no address of a service: {error}", final=True) from None
+        raise _Final(f"no address of a service: {error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:  # a key that no header can hold is a ValueError
         raise _Refused(f"{type(error).__name__}: {error}") from None
     if status != 200:
-        final = status not in _RETRIED and status < 500
-        raise _Refused(f"status {status}: {content[:200].decode('utf-8', 'replace')}", final=final)
+        kind = _Final if status not in _RETRIED and status < 500 else _Refused
+        raise kind(f"status {status}: {content[:200].decode('utf-8', 'replace')}")
     return content
 
 

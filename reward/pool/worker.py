@@ -16,16 +16,16 @@ from reward.code.seccomp import die_with_parent
 from reward.environment import Step, Stepped, ask, load_environment, sendable
 from reward.pool.messages import HEADER, READY, Job, Reply, Result, encode_reply, needed
 from reward.registry import VERIFIERS, load
-from reward.verdict import Deferred, Judgement, Rule, Verdict, VerificationRequest, VerifierError
+from reward.verdict import Deferred, Judgement, Rule, Verdict, VerifierError
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
 
 
 @cache
-def _function(kind: type[Job], name: str) -> Any:
-    """The verifier, or for a Step the environment, of this name; imports it once."""
-    return load_environment(name) if kind is Step else load(name)
+def _function(name: str, *, environment: bool = False) -> Any:
+    """The verifier or environment of this name; imports it once."""
+    return load_environment(name) if environment else load(name)
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
         sys.exit("the parent died before this worker was ready")
     os.nice(niceness)
     for name in [name for name, entry in VERIFIERS.items() if entry.fast]:
-        _function(VerificationRequest, name)
+        _function(name)
     _limit_memory(memory_mb)
     with socket.socket(fileno=descriptor).makefile("rwb") as connection:
 
@@ -72,7 +72,7 @@ def _prepare(job: Job) -> None:
         symbolic.prepare()
     else:
         with suppress(VerifierError):  # `judge` tries again, and says why not
-            _function(type(job), needed(job))
+            _function(needed(job), environment=isinstance(job, Step))
 
 
 def judge(job: Job) -> Result:
@@ -81,12 +81,12 @@ def judge(job: Job) -> Result:
     start = time.perf_counter()
     try:
         if isinstance(job, Step):
-            outcome = ask(_function(Step, job.environment), job.episode)
+            outcome = ask(_function(job.environment, environment=True), job.episode)
             return Stepped(outcome=outcome, seconds=time.perf_counter() - start)
         if isinstance(job, Deferred):
             name, judged = "robust", robust.finish(job)
         else:
-            name, judged = job.verifier, _function(VerificationRequest, job.verifier)(job)
+            name, judged = job.verifier, _function(job.verifier)(job)
     except MemoryError:
         return _failure(job, "memory", start)
     except VerifierError as error:

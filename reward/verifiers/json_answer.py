@@ -51,7 +51,7 @@ def same(given: Any, wanted: Any) -> bool:
 
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_OF_EACH_TYPE = (None, True, 0, "", [], {})
+_OF_EACH_TYPE: tuple[Any, ...] = (None, True, 0, "", [], {})
 """What is tried on each reference: a schema that applies itself to the very same value, as {"$ref": "#"}, is never done
 with it."""
 
