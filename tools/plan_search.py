@@ -137,6 +137,8 @@ def search(
         keep: keys that stay as they are, of those that are varied.
         gpus: how many there are; 0: as many as `case` has.
     """
+    if modes and case.config.rollout.weight_sync == "tensor":  # for one of them alone
+        case = case.changed({"rollout.weight_sync": "auto"})
     starts = [case.changed(MODES[mode]) for mode in modes] or [case]
     for spare in (SPARE * case.constants.gpu_memory, 0.0):
         if found := [one for start in starts for one in _fastest(start, gpus or case.gpus, spare, keep, best)]:

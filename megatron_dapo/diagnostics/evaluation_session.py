@@ -213,8 +213,7 @@ def fingerprint(folder: Path) -> str:
         EvaluationError: the folder holds no model in Hugging Face format.
     """
     try:
-        with SafetensorsReader(folder) as weights:
-            content = (folder / "config.json").read_bytes() + weights.digest().encode()
+        content = (folder / "config.json").read_bytes() + SafetensorsReader(folder).digest().encode()
     except (OSError, WeightsError) as error:
         raise EvaluationError(
             f"{folder}: no model in Hugging Face format (config.json, *.safetensors): {error}; "

@@ -94,6 +94,12 @@ def test_other_modes_and_what_is_kept(constants):
         assert plan.case.config.rollout.servers == case.config.rollout.servers
 
 
+def test_a_colocated_configs_tensor_is_no_way_of_other_modes(constants):
+    case = scenario(RECIPES / "h100_16_colocated.yaml", constants, **{"rollout.weight_sync": "tensor"})
+    (plan,) = search(case, ("sync",), best=1, gpus=32)
+    assert (plan.case.config.rollout.weight_sync, possible(plan.case)) == ("auto", True)
+
+
 def test_trainer_and_servers_find_places_on_whole_nodes(constants):
     """By the check that a run makes before it starts; also where the shares are no whole nodes."""
     case = scenario(MIXTURES / "h100_32.yaml", constants, **SMALL)

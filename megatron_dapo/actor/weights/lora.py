@@ -68,8 +68,7 @@ class Adapters:
     ) -> None:
         """Put them into the layers of `chunks`, whose weights are loaded from `folder`, and freeze everything else."""
         self.config, self.shards = config, adapter_shards(hf, config)
-        with SafetensorsReader(folder) as reader:
-            self.base = reader.digest()
+        self.base = SafetensorsReader(folder).digest()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._place = parallel_state.get_tensor_model_parallel_rank(), ranks
         weights = dict(named_parameters(chunks, hf))

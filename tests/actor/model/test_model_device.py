@@ -41,7 +41,7 @@ def test_only_megatron_sees_the_stand_ins(gloo):
     assert seen["backend"] == "gloo"
     assert (seen["megatron's device"], seen["megatron's factory"]) == ("cpu", "cpu")
     assert seen["type outside"] == "torch.FloatTensor"
-    for part in ("attention", "norm", "optimizer"):
+    for part in ("layers", "attention", "optimizer"):
         assert part in seen["text"]
 
 

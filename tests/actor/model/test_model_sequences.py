@@ -116,14 +116,6 @@ def test_many_short_sequences_take_few_calls():
     assert not plan.alone
 
 
-def test_a_mask_or_foreign_packing_is_refused():
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    x = torch.zeros(4, 2, 8)
-    with pytest.raises(ValueError, match="PackedSequences"):
-        attention(2, 2, 8)(x, x, x, packed_seq_params=PackedSeqParams(qkv_format="thd"))
-
-
 def test_megatron_finds_the_rotary_angles_of_an_earlier_micro_batch():
     """Where TransformerEngine's layers are: it keeps them by the length of the longest sequence."""
     embedding = RotaryEmbedding(16, rotary_percent=1.0, use_cpu_initialization=True)
