@@ -213,7 +213,8 @@ def fingerprint(folder: Path) -> str:
         EvaluationError: the folder holds no model in Hugging Face format.
     """
     try:
-        content = (folder / "config.json").read_bytes() + SafetensorsReader(folder).digest().encode()
+        with SafetensorsReader(folder) as weights:
+            content = (folder / "config.json").read_bytes() + weights.digest().encode()
     except (OSError, WeightsError) as error:
         raise EvaluationError(
             f"{folder}: no model in Hugging Face format (config.json, *.safetensors): {error}; "

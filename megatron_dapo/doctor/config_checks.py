@@ -45,7 +45,8 @@ def check_model(facts: Facts) -> Iterator[Finding]:
 
     folder = Path(facts.config.model.path)
     hf = HFModelConfig.load(folder)
-    SafetensorsReader(folder)
+    with SafetensorsReader(folder):
+        pass
     yield passed(f"{model_parameters(hf) / 1e6:.1f} million parameters")
 
 

@@ -27,11 +27,11 @@ class Adapters:
     def __init__(self, source: Path, base: Path, extra: dict[str, Any]) -> None:
         self.source, self.base, self.lora = source, base, LoraConfig(**extra["lora"])
         hf = HFModelConfig.load(base)
-        weights = SafetensorsReader(base)
-        weights.check(hf_shapes(hf), ignored=no_parameters(hf))
-        if weights.digest() != extra.get("base", weights.digest()):
-            raise ConfigError(f"{source}: its adapters were trained on other weights than {base}'s; give --base")
-        self.dtypes = {name: weights.dtype(name) for name in hf_shapes(hf)}
+        with SafetensorsReader(base) as weights:
+            weights.check(hf_shapes(hf), ignored=no_parameters(hf))
+            if weights.digest() != extra.get("base", weights.digest()):
+                raise ConfigError(f"{source}: its adapters were trained on other weights than {base}'s; give --base")
+            self.dtypes = {name: weights.dtype(name) for name in hf_shapes(hf)}
         self.halves = {
             tensor: Stored(name=name, key=name, at=(), of=(), shards=shards)
             for name, shards in adapter_shards(hf, self.lora).items()
@@ -48,15 +48,15 @@ class Adapters:
         """Put one worker's tensors in their places: of the base in the type that is written, merged in float32, rounded
         once."""
         adapters = CheckpointReader(self.source)
-        weights = SafetensorsReader(self.base)
-        for name in (name for stored in parameters for name in stored.shards.shapes):
-            tensor = in_dtype(weights.read(name, 0, 0, plan.shapes[name][0]), plan.dtype)
-            path = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-            if f"{path}A.weight" in self.halves:
-                first, second = (adapters.read(self.halves[f"{path}{half}.weight"]) for half in "AB")
-                tensor = (second @ first).mul_(self.lora.scale).add_(tensor).to(plan.dtype)
-            plan.write(partial, name, tensor)
-            counter.add(place, tensor.nbytes)
+        with SafetensorsReader(self.base) as weights:
+            for name in (name for stored in parameters for name in stored.shards.shapes):
+                tensor = in_dtype(weights.read(name, 0, 0, plan.shapes[name][0]), plan.dtype)
+                path = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+                if f"{path}A.weight" in self.halves:
+                    first, second = (adapters.read(self.halves[f"{path}{half}.weight"]) for half in "AB")
+                    tensor = (second @ first).mul_(self.lora.scale).add_(tensor).to(plan.dtype)
+                plan.write(partial, name, tensor)
+                counter.add(place, tensor.nbytes)
 
     def write_peft(self, folder: Path) -> None:
         """The adapters in PEFT's format."""

@@ -54,9 +54,9 @@ def to_megatron(
     hf = HFModelConfig.load(source)
     check_layout(hf, layout_for(hf, tensor))
     parameters = stored_parameters(hf)
-    reader = SafetensorsReader(source)
-    reader.check(hf_shapes(hf), ignored=no_parameters(hf))
-    dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
+    with SafetensorsReader(source) as reader:
+        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
+        dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
     extra = extra_state_keys(parameters)
     total = sum(math.prod(stored.shape(tensor)) for stored in parameters) * dtype.itemsize
     progress = Progress("convert")
@@ -97,12 +97,12 @@ def write_megatron_part(
     writer = PartWriter(folder / part_file(place.rank))
     for key in [] if place.rank else extra:
         writer.add(key, None, [None])
-    reader = SafetensorsReader(source)
-    for stored in parameters:
-        for chunk in stored.chunks(ranks):
-            tensor = stored.read(chunk, reader, ranks, dtype)
-            writer.add(stored.key, stored.at + chunk.offset, tensor.view((1,) * stored.lead + chunk.shape))
-            counter.add(place, tensor.nbytes)
+    with SafetensorsReader(source) as reader:
+        for stored in parameters:
+            for chunk in stored.chunks(ranks):
+                tensor = stored.read(chunk, reader, ranks, dtype)
+                writer.add(stored.key, stored.at + chunk.offset, tensor.view((1,) * stored.lead + chunk.shape))
+                counter.add(place, tensor.nbytes)
     return writer.close()
 
 

@@ -64,14 +64,14 @@ def compare_part(
     """(tensors that differ, tensors compared)."""
     different, compared = [], 0
     reader = CheckpointReader(checkpoint)
-    other = SafetensorsReader(folder)
-    for stored in parameters:
-        for name, tensor in stored.full(reader.read(stored)).items():
-            pair = (tensor, other.read(name, 0, 0, tensor.shape[0]))
-            if not torch.equal(*(in_dtype(each, dtype).contiguous().view(torch.uint8) for each in pair)):
-                different.append(name)
-            compared += 1
-            counter.add(place, tensor.numel() * dtype.itemsize)
+    with SafetensorsReader(folder) as other:
+        for stored in parameters:
+            for name, tensor in stored.full(reader.read(stored)).items():
+                pair = (tensor, other.read(name, 0, 0, tensor.shape[0]))
+                if not torch.equal(*(in_dtype(each, dtype).contiguous().view(torch.uint8) for each in pair)):
+                    different.append(name)
+                compared += 1
+                counter.add(place, tensor.numel() * dtype.itemsize)
     return different, compared
 
 

@@ -1,7 +1,9 @@
-"""Folders in Hugging Face format: safetensors by slices and positioned writes, in files of bounded size.
+"""Folders in Hugging Face format: safetensors by positioned reads and writes, in files of bounded size.
 
 A file is 8 bytes with the header's length, the header (JSON: type, shape and place of each tensor), and the tensors'
-bytes. The library reads; its writer wants all tensors of a file at once, so they are written here.
+bytes. Only the bytes asked for are ever in memory. The library's own reader maps the whole file: what has been read of
+it then counts to the process's memory until the file is closed. Its writer wants all tensors of a file at once. So the
+library only checks the headers.
 """
 
 import json
@@ -9,9 +11,10 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 import torch
 import xxhash
@@ -42,42 +45,50 @@ class WeightsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """One tensor, and its file."""
+    """One tensor of an open file; `start` is in bytes from the file's beginning."""
 
-    file: Path
+    file: BinaryIO
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int
+
+    def fill(self, target: Tensor, offset: int) -> None:
+        """Read the tensor's bytes from `offset` on into the memory of `target`."""
+        self.file.seek(self.start + offset)
+        if self.file.readinto(bytes_of(target)) < target.nbytes:  # type: ignore[attr-defined]
+            raise WeightsError(f"{self.file.name}: a tensor ends with the file, which became shorter meanwhile")
 
 
 class SafetensorsReader:
-    """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names.
-
-    A file is open while something is read of it: a mapped page counts to the process's memory until it is closed.
-    """
+    """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
     def __init__(self, folder: Path) -> None:
-        """Look into the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of another type."""
+        """Open the files. Raises WeightsError: one is missing, cut, damaged, or has a tensor of another type."""
         self._listing, files = _listed(Path(folder))
         self._places: dict[str, TensorPlace] = {}
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as opened:  # checks that the header is sound and the file not cut
-                    for name in opened.keys():  # noqa: SIM118 - no mapping
-                        self._places[name] = _place(file, name, opened.get_slice(name))
-            except (OSError, SafetensorError) as error:
-                raise WeightsError(f"{file}: {error}; fetch it again") from error
+        with ExitStack() as opened:
+            for file in files:
+                try:
+                    with safe_open(file, framework="np"):  # checks that the header is sound and the file not cut
+                        self._places |= _places(opened.enter_context(file.open("rb")))
+                except (OSError, SafetensorError) as error:
+                    raise WeightsError(f"{file}: {error}; fetch it again") from error
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     def digest(self) -> str:
         """Tells one model from another, whatever files hold it: of names, shapes and some bytes of every tensor."""
-        found, middles = xxhash.xxh3_128(), {}
-        for file in {place.file for place in self._places.values()}:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - no mapping
-                    content = opened.get_tensor(name).reshape(-1).view(torch.uint8)
-                    start = max(0, len(content) - SAMPLE_BYTES) // 2
-                    middles[name] = content[start : start + SAMPLE_BYTES].numpy().tobytes()
+        found = xxhash.xxh3_128()
         for name, place in sorted(self._places.items()):
-            found.update(f"{name} {place.dtype} {place.shape}".encode() + middles[name])
+            size = math.prod(place.shape) * place.dtype.itemsize
+            middle = torch.empty(min(size, SAMPLE_BYTES), dtype=torch.uint8)
+            place.fill(middle, (size - middle.nbytes) // 2)
+            found.update(f"{name} {place.dtype} {place.shape}".encode() + middle.numpy().tobytes())
         return found.hexdigest()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: set[str]) -> None:
@@ -89,22 +100,24 @@ class SafetensorsReader:
                 )
             place = self._places[name]
             if place.shape != shape:
-                found = f"{place.file}: tensor {name} has shape {list(place.shape)}"
+                found = f"{place.file.name}: tensor {name} has shape {list(place.shape)}"
                 raise WeightsError(f"{found}, the model needs {list(shape)}")
         extra = sorted(self._places.keys() - shapes.keys() - ignored)
         if extra:
-            file = self._places[extra[0]].file
+            file = self._places[extra[0]].file.name
             raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._places[name].dtype
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous; it may be mapped from the
-        file."""
-        with safe_open(self._places[name].file, framework="pt") as opened:
-            part = opened.get_slice(name)
-            return (part[start:stop] if dim == 0 else part[:, start:stop]).contiguous()
+        """The tensor narrowed to [start, stop) along `dim` (0 or 1), on the CPU, contiguous, no view of the file. Whole
+        rows are read."""
+        place = self._places[name]
+        first, last = (start, stop) if dim == 0 else (0, place.shape[0])
+        rows = torch.empty((last - first, *place.shape[1:]), dtype=place.dtype)
+        place.fill(rows, first * math.prod(place.shape[1:]) * place.dtype.itemsize)
+        return rows if dim == 0 else rows[:, start:stop].contiguous()
 
 
 def _listed(folder: Path) -> tuple[Path, list[Path]]:
@@ -119,11 +132,19 @@ def _listed(folder: Path) -> tuple[Path, list[Path]]:
         raise WeightsError(f"{index} is damaged ({error!r})") from error
 
 
-def _place(file: Path, name: str, part: Any) -> TensorPlace:
-    if part.get_dtype() not in DTYPES:
-        found, plain = part.get_dtype(), ", ".join(DTYPES)
-        raise WeightsError(f"{file}: tensor {name} has type {found}, as quantized weights have; give {plain}")
-    return TensorPlace(file, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+def _places(file: BinaryIO) -> dict[str, TensorPlace]:
+    """Of a file whose header is sound."""
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            found, plain = entry["dtype"], ", ".join(DTYPES)
+            raise WeightsError(f"{file.name}: tensor {name} has type {found}, as quantized weights have; give {plain}")
+        start = _LENGTH_BYTES + length + entry["data_offsets"][0]
+        places[name] = TensorPlace(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), start)
+    return places
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

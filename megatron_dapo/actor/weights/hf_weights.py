@@ -47,9 +47,8 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     shards_of = model_shards(hf)
     dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     of_expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    reader = SafetensorsReader(folder)
-    reader.check(hf_shapes(hf), ignored=no_parameters(hf))
-    with torch.no_grad():
+    with SafetensorsReader(folder) as reader, torch.no_grad():
+        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
         for name, parameter in named_parameters(chunks, hf):
             if ".lora." not in name:
                 shards = shards_of[name]

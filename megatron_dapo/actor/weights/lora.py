@@ -68,7 +68,8 @@ class Adapters:
     ) -> None:
         """Put them into the layers of `chunks`, whose weights are loaded from `folder`, and freeze everything else."""
         self.config, self.shards = config, adapter_shards(hf, config)
-        self.base = SafetensorsReader(folder).digest()
+        with SafetensorsReader(folder) as reader:
+            self.base = reader.digest()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._place = parallel_state.get_tensor_model_parallel_rank(), ranks
         weights = dict(named_parameters(chunks, hf))

@@ -46,7 +46,8 @@ def test_any_slice_is_the_librarys(written, name, dim, data):
     size = SHAPES[name][dim]
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    got = SafetensorsReader(written).read(name, dim, start, stop)
+    with SafetensorsReader(written) as reader:
+        got = reader.read(name, dim, start, stop)
     assert torch.equal(got, load_file(written / "model.safetensors")[name].narrow(dim, start, stop - start))
     assert got.is_contiguous()
 
