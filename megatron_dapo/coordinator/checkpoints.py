@@ -11,10 +11,12 @@ without a checkpoint is written again.
 """
 
 import asyncio
+import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,13 +29,15 @@ from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, Train
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
+from megatron_dapo.coordinator.batch import MismatchStop
+from megatron_dapo.coordinator.sampler import UnderWay
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
-from megatron_dapo.storage.durable import remove_folder, sync_tree
+from megatron_dapo.storage.durable import remove_folder, replace_folder, sync_tree
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
-from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir
+from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir, RunDirError, newest_step
 
 POLL_S = 0.5
 """Between two questions whether the ranks have finished writing."""
@@ -41,6 +45,8 @@ POLL_S = 0.5
 READ_FIRST = 4 << 30
 """Bytes of the trainer's files up to which they are compared with their checksums before anything starts: it takes
 seconds. The ranks compare them in any case."""
+
+LookAtRollout = Callable[[], Awaitable[UnderWay]]
 
 GRACE_S = 60.0
 """For a checkpoint under way when a trainer rank fails: the others may wait for that rank, and never answer."""
@@ -112,6 +118,34 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
         raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None
 
 
+def rollout_under_way(
+    run_dir: RunDir, progress: Progress, note: Callable[[str], None], *, usable: bool
+) -> SamplerState:
+    """The sampler's state of the checkpoint `progress`, with what was saved since of the rollout that follows it.
+
+    Args:
+        usable: whether groups are still judged as then.
+    """
+    state = progress.sampler
+    if not run_dir.rollout.exists():
+        return state
+    try:
+        saved = load_progress(run_dir.rollout)
+    except GroupFileError as error:
+        note(f"{error}: this rollout is drawn again, nothing else is lost")
+        return state
+    if not usable or any(getattr(saved, name) != getattr(progress, name) for name in COUNTERS):
+        note("the rollout that was under way is drawn again: it belongs to another checkpoint, or rewards have changed")
+        run_dir.drop_rollout()
+        return state
+    finished, unfinished = saved.sampler.carried, saved.sampler.unfinished
+    note(f"its rollout goes on: {len(finished)} groups are finished, {len(unfinished)} begun")
+    newer = {group.position for group in (*finished, *unfinished)}
+    older = (group for group in state.unfinished if group.position not in newer)
+    drawn = tuple(zip(finished, saved.sampler.sent_with, strict=True))
+    return replace(state, unfinished=(*older, *unfinished), drawn=drawn)
+
+
 async def damaged_checkpoint(run_dir: RunDir, checkpoint: Checkpoint, reason: str) -> CheckpointDamaged:
     """The error to raise over `checkpoint`. Reads earlier ones whole, the newest first, until one is intact."""
     return CheckpointDamaged(reason, await asyncio.to_thread(_newest_intact, run_dir, checkpoint.step))
@@ -167,10 +201,12 @@ class Checkpoints:
     console: Console
     clock: Callable[[], float] = time.monotonic
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    _saving: threading.Lock = field(default_factory=threading.Lock, init=False)
+    """Held while a rollout is written."""
 
     def __post_init__(self) -> None:
-        self._step_ended = self._state_of = self.clock()
-        """When the last step ended, and when the state of the newest checkpoint was reached."""
+        self._step_ended = self._state_of = self._rollout_of = self.clock()
+        """When the last step ended, when the state of the newest checkpoint was reached, when a rollout was saved."""
 
     def due(self, step: int) -> bool:
         """Whether to begin a checkpoint after `step`, which has just ended. Asked once a step.
@@ -238,6 +274,59 @@ class Checkpoints:
                     raise  # "stopped" says that everything is saved
                 self.console.note(f"what stood before this step could not be saved: {error}")
             raise  # why the run ends
+
+    @asynccontextmanager
+    async def rollout_kept(self, progress: Progress, under_way: LookAtRollout) -> AsyncIterator[None]:
+        """Around a body in which the servers' weights stay those of `progress`: what the rollout after it has is saved
+        every `run.checkpoint_minutes`, and if the body fails. Where only the trainer is lost that needs no trainer."""
+        over = asyncio.get_running_loop().create_future()
+        saving = asyncio.create_task(self._save_in_time(progress, under_way, over))
+        try:
+            try:
+                yield
+            finally:
+                over.set_result(None)
+                await saving
+        except MismatchStop:  # its tokens would stop the next run too
+            self.run_dir.drop_rollout()
+            raise
+        except Exception:
+            await self._save_rollout(progress, under_way)
+            raise
+
+    async def _save_in_time(self, progress: Progress, under_way: LookAtRollout, over: "asyncio.Future[None]") -> None:
+        every = 60 * self.config.checkpoint_minutes
+        while every and not over.done():
+            left = every - (self.clock() - max(self._state_of, self._rollout_of))
+            if left <= 0:
+                await self._save_rollout(progress, under_way)
+            await asyncio.wait([over], timeout=max(left, POLL_S))
+
+    async def _save_rollout(self, progress: Progress, under_way: LookAtRollout) -> None:
+        """Unless no resume would begin at `progress`. Where it fails, that is noted: the rollout itself goes on."""
+        try:
+            if newest_step(self.run_dir.path) != progress.rollout_step:
+                return
+            self._rollout_of, deadline = self.clock(), self.config.step_deadline_s
+            finished, unfinished = await under_way()
+            if finished or unfinished:
+                self.ledger.commit()  # an empty one would say that no run began here
+                there = {"carried": tuple(group for group, _ in finished), "unfinished": tuple(unfinished)}
+                state = replace(progress.sampler, sent_with=tuple(version for _, version in finished), **there)
+                with self.waits.register("save of the rollout", "the disk of run.dir", deadline):
+                    async with asyncio.timeout(deadline):
+                        await asyncio.to_thread(self._write_rollout, replace(progress, sampler=state))
+        except (OSError, RunDirError) as error:
+            self.console.note(f"what the rollout has could not be saved ({type(error).__name__}: {error})")
+
+    def _write_rollout(self, progress: Progress) -> None:
+        folder, aside = self.run_dir.rollout, self.run_dir.rollout.with_name(".rollout.tmp")
+        with self._saving:
+            self.run_dir.check_there()
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
+            save_progress(progress, aside)
+            replace_folder(aside, folder, durable=True)
 
     async def save(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""

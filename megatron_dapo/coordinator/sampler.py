@@ -36,6 +36,8 @@ from megatron_dapo.storage.ledger import Event, Ledger
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import end_all
 
+UnderWay = tuple[list[tuple[ScoredGroup, int]], list[ScoredGroup]]
+"""(finished groups with the weight versions at their dispatch, what was drawn of others)."""
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
 OnKept = Callable[[ScoredGroup], None]
@@ -98,9 +100,19 @@ class DynamicSampler:
         """`next` of the state until `fill` has taken it up, then 0."""
         versions = state.sent_with or [group.weight_version for group in state.carried]
         self._restored = {one.position: (one, version) for one, version in zip(state.carried, versions, strict=True)}
+        self._saved = {group.position: (group, version) for group, version in state.drawn}
+        """Finished before a resume, until their positions are sent again."""
         self._begun = {group.position: group.weight_version for group in state.unfinished}
         """Weight versions of the groups in flight that go on."""
+        self._begun |= {position: version for position, (_, version) in self._saved.items()}
+        drawn = (*(group for group, _ in state.drawn), *state.unfinished)
+        self._drawn_before = {group.position: group.tokens for group in drawn}
+        """Tokens of both, until their group is finished."""
         self._flight: deque[_Sent] = deque()
+        self._decided: list[_Sent] = []
+        """Since the last snapshot."""
+        self._left: UnderWay | None = None
+        """What a failed `fill` had."""
         self._generated: list[ScoredGroup] = []
         """Finished since the last batch was full."""
         self._failure: asyncio.Future[ScoredGroup] | None = None
@@ -123,6 +135,7 @@ class DynamicSampler:
         drawn = [self._unfinished(sent.position, sent.version) for sent in self._flight if not sent.finished]
         cursor = self._flight[0].position if self._flight else self._next
         self._skipped = {position for position in self._skipped if position >= cursor}
+        self._decided = []
         return SamplerState(
             cursor=cursor,
             next=max(self._next, self._resumed_next),
@@ -133,6 +146,20 @@ class DynamicSampler:
             sent_with=tuple(version for _, version in carried),
             unfinished=tuple(group for group in drawn if group is not None),
         )
+
+    async def under_way(self) -> UnderWay:
+        """What the rollout since the last snapshot has, by position: with it and that snapshot a resume decides the
+        same groups again. Other tasks run meanwhile. After a failed `fill`: what that had."""
+        sent = {each.position: each for each in (*self._decided, *self._flight)}
+        finished, unfinished = dict(self._saved), dict[int, ScoredGroup | None]()
+        for position in sorted(sent.keys() | self._begun.keys()):
+            each = sent.get(position)
+            if each is not None and each.finished:
+                finished[position] = each.group.result(), each.version
+            elif position not in finished and not (each and each.group.cancelled()):
+                unfinished[position] = self._unfinished(position, each.version if each else self._begun[position])
+            await asyncio.sleep(0)  # a group's tokens take milliseconds
+        return self._left or ([*finished.values()], [group for group in unfinished.values() if group is not None])
 
     async def fill(
         self, rollout_step: int, weight_version: int, on_kept: OnKept = lambda group: None, *, ahead: int = 0
@@ -177,6 +204,7 @@ class DynamicSampler:
             elif ahead == 0:
                 await asyncio.gather(*(sent.group for sent in self._flight))
         except BaseException:
+            self._left = await self.under_way()
             await self.close()
             raise
         generated, self._generated = self._generated, []
@@ -194,6 +222,7 @@ class DynamicSampler:
             passed_over=tuple(self._history.passed),
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
+            resumed_tokens=sum(self._drawn_before.pop(group.position, 0) for group in generated),
             limit_reached=len(batch.kept) < wanted and sampling.filter == "refill",
         )
 
@@ -282,8 +311,9 @@ class DynamicSampler:
         return _Sent(position=position, version=weight_version, group=task)
 
     async def _finish(self, position: int, rollout_step: int, weight_version: int) -> ScoredGroup:
+        saved, version = self._saved.pop(position, (None, None))
         try:
-            group = await self._generate(position, weight_version)
+            group = saved if saved and version == weight_version else await self._generate(position, weight_version)
         except Exception as error:
             task = asyncio.current_task()
             given_up = task is not None and task.cancelling() > 0
@@ -301,7 +331,7 @@ class DynamicSampler:
         return failure.result() if failure.done() else head.result()
 
     def _decide(self, group: ScoredGroup, batch: "_Batch") -> None:
-        self._flight.popleft()
+        self._decided.append(self._flight.popleft())
         self._history.add(group, batch.rollout_step)
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))

@@ -187,8 +187,10 @@ class GroupGenerator:
                 await gather_or_cancel(self._responder.play(place, play, self._turn) for play in plays)
             with self._clock.measure("judging"):
                 responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
-        finally:
-            del self._writing[position]
+        except asyncio.CancelledError:
+            del self._writing[position]  # else the run ends, and saves what is there
+            raise
+        del self._writing[position]
         self.finished += 1
         return ScoredGroup(
             position=position,

@@ -8,7 +8,7 @@ import hashlib
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,12 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
     arrays |= {"routing": np.concatenate(routed)} if routed else {}
     with naming(folder / f"{name}.npz"):
         np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
-    content = {
-        "extra": dict(extra),
-        "groups": [_group_json(group) for group in groups],
-        "arrays": _digest((folder / f"{name}.npz").read_bytes()),
-    }
-    text = json.dumps(content)
-    with naming(folder / f"{name}.json"):
-        (folder / f"{name}.json").write_text(f"{text}\n{_digest(text.encode())}\n")
+    digest = hashlib.sha256()
+    with naming(folder / f"{name}.json"), (folder / f"{name}.json").open("w") as file:
+        for part in _json_parts(groups, extra, _digest_of(folder / f"{name}.npz")):
+            file.write(part)
+            digest.update(part.encode())
+        file.write(f"\n{digest.hexdigest()}\n")
     for ending in ("json", "npz"):
         sync_file(folder / f"{name}.{ending}")
 
@@ -61,10 +59,10 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
     """
     try:
         text, digest = (folder / f"{name}.json").read_text().splitlines()
-        if digest != _digest(text.encode()):
+        if digest != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError(f"{name}.json does not have its own checksum")
         content = json.loads(text)
-        if content["arrays"] != _digest((folder / f"{name}.npz").read_bytes()):
+        if content["arrays"] != _digest_of(folder / f"{name}.npz"):
             raise ValueError(f"{name}.npz does not have the checksum that {name}.json names")
         with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
             groups = _groups(content["groups"], arrays)
@@ -76,8 +74,17 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
     return groups, content["extra"]
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _json_parts(groups: Sequence[ScoredGroup], extra: Mapping[str, Any], arrays: str) -> Iterator[str]:
+    """A group a time: `json.dumps` lets no other thread run, and a batch's texts are some 100 MB."""
+    yield f'{{"extra": {json.dumps(dict(extra))}, "groups": ['
+    for at, group in enumerate(groups):
+        yield (", " if at else "") + json.dumps(_group_json(group))
+    yield f'], "arrays": "{arrays}"}}'
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 GROUP = ("position", "prompt_index", "weight_version")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_dapo.monitor.statistics import Accuracy
 from megatron_dapo.storage import durable as files
 
-OWN_NAMES = ("model", "weights", "checkpoints", "references", "metrics.jsonl")
+OWN_NAMES = ("model", "weights", "checkpoints", "references", "rollout", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"
@@ -146,7 +146,7 @@ class RunDir:
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
-        self.ledger, self.logs = self.path / LEDGER, self.path / "logs"
+        self.ledger, self.logs, self.rollout = self.path / LEDGER, self.path / "logs", self.path / "rollout"
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
         with _usable(path):
@@ -217,8 +217,15 @@ class RunDir:
         self.check_there()
         files.replace_folder(aside, aside.with_name(f"step_{step}"), durable=True)
         self._point_latest_at(step)
+        self.drop_rollout()
         for old in self.checkpoints()[:-keep]:
             files.remove_folder(old.folder)
+
+    def drop_rollout(self) -> None:
+        """What was saved of a rollout belongs to one checkpoint, and to nothing once a run goes on from another."""
+        shutil.rmtree(self.path / ".rollout.tmp", ignore_errors=True)
+        if self.rollout.exists():
+            files.remove_folder(self.rollout)
 
     def _point_latest_at(self, step: int) -> None:
         files.replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")
@@ -245,6 +252,8 @@ class RunDir:
         if step not in steps:
             there = ", ".join(f"step {found}" for found in steps) or "none"
             raise RunDirError(f"run.resume_step = {step}: {self.path / 'checkpoints'} holds {there}")
+        if step < steps[-1]:
+            self.drop_rollout()
         summary = self.path / "summary.json"
         if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
             os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))

@@ -177,9 +177,12 @@ class RequestLoop:
         self._check_vocabulary(request)
         response = self._responses[request.request_id] = Response.of(request)
         try:
-            return await self._until_complete(response)
-        finally:
+            generation = await self._until_complete(response)
+        except asyncio.CancelledError:  # after an error `so_far` still tells of it
             self._responses.pop(request.request_id, None)
+            raise
+        self._responses.pop(request.request_id, None)
+        return generation
 
     def so_far(self, request_id: str) -> Generation | None:
         """See `RolloutFleet.so_far`."""
