@@ -11,10 +11,9 @@ without a checkpoint is written again.
 """
 
 import asyncio
-import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -30,14 +29,14 @@ from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator.batch import MismatchStop
-from megatron_dapo.coordinator.sampler import UnderWay
-from megatron_dapo.experience.groups import SamplerState
+from megatron_dapo.experience.groups import SamplerState, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.durable import remove_folder, replace_folder, sync_tree
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
-from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir, RunDirError, newest_step
+from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir, newest_step
+from rollout.fleet.member import end_all
 
 POLL_S = 0.5
 """Between two questions whether the ranks have finished writing."""
@@ -46,7 +45,8 @@ READ_FIRST = 4 << 30
 """Bytes of the trainer's files up to which they are compared with their checksums before anything starts: it takes
 seconds. The ranks compare them in any case."""
 
-LookAtRollout = Callable[[], Awaitable[UnderWay]]
+Look = Callable[[], SamplerState]
+"""Gives what a rollout has: `coordinator.sampler.DynamicSampler.under_way`."""
 
 GRACE_S = 60.0
 """For a checkpoint under way when a trainer rank fails: the others may wait for that rank, and never answer."""
@@ -65,6 +65,9 @@ class Progress:
     reference_step: int = 0
     """Rollout step after which the KL term's reference was reset. 0: it holds the weights that the run began with."""
 
+
+JUDGED = ("reward.verifier", "reward.by_source", "algorithm.overlong.", "algorithm.turn_rewards")
+"""Keys that verdicts and rewards rest on."""
 
 COUNTERS = ("rollout_step", "optimizer_step", "weight_version")
 CONTROL = ("entropy_coefficient", "reference_step")
@@ -118,32 +121,32 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
         raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None
 
 
-def rollout_under_way(
-    run_dir: RunDir, progress: Progress, note: Callable[[str], None], *, usable: bool
-) -> SamplerState:
-    """The sampler's state of the checkpoint `progress`, with what was saved since of the rollout that follows it.
+def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], console: Console) -> SamplerState:
+    """The sampler's state of `progress`, a checkpoint's, and what was saved of the rollout after it.
 
     Args:
-        usable: whether groups are still judged as then.
+        changes: of the config, as `check_resume` gives them.
     """
-    state = progress.sampler
     if not run_dir.rollout.exists():
-        return state
+        return progress.sampler
     try:
         saved = load_progress(run_dir.rollout)
+        if saved.rollout_step != progress.rollout_step or any(change.startswith(JUDGED) for change in changes):
+            run_dir.drop_rollout()
+            raise GroupFileError(f"{run_dir.rollout}: other weights drew it, or other rules judged it")
     except GroupFileError as error:
-        note(f"{error}: this rollout is drawn again, nothing else is lost")
-        return state
-    if not usable or any(getattr(saved, name) != getattr(progress, name) for name in COUNTERS):
-        note("the rollout that was under way is drawn again: it belongs to another checkpoint, or rewards have changed")
-        run_dir.drop_rollout()
-        return state
-    finished, unfinished = saved.sampler.carried, saved.sampler.unfinished
-    note(f"its rollout goes on: {len(finished)} groups are finished, {len(unfinished)} begun")
-    newer = {group.position for group in (*finished, *unfinished)}
-    older = (group for group in state.unfinished if group.position not in newer)
-    drawn = tuple(zip(finished, saved.sampler.sent_with, strict=True))
-    return replace(state, unfinished=(*older, *unfinished), drawn=drawn)
+        console.note(f"{error}; this rollout is drawn again, and nothing else is lost")
+        return progress.sampler
+
+    def of_these_weights(group: ScoredGroup) -> bool:
+        """Others were published after the rollout, and are lost: what they wrote meanwhile (`async`) is too."""
+        return all((one.generation.weight_versions <= progress.weight_version).all() for one in group.responses)
+
+    finished = zip(saved.sampler.carried, saved.sampler.sent_with, strict=True)
+    drawn = tuple(one for one in finished if of_these_weights(one[0]))
+    unfinished = tuple(filter(of_these_weights, saved.sampler.unfinished))
+    console.note(f"its rollout goes on: {len(drawn)} groups are finished, {len(unfinished)} begun")
+    return replace(progress.sampler, unfinished=unfinished, drawn=drawn)
 
 
 async def damaged_checkpoint(run_dir: RunDir, checkpoint: Checkpoint, reason: str) -> CheckpointDamaged:
@@ -229,7 +232,7 @@ class Checkpoints:
         """
         self._state_of = self.clock()
         await self.finish()
-        folder = self.run_dir.checkpoint_aside(progress.rollout_step)
+        folder = self.run_dir.aside(self.run_dir.path / "checkpoints" / f"step_{progress.rollout_step}")
         background = self.config.checkpoint_in_background and not wait
         save = self.trainer.begin_checkpoint if background else self.trainer.save_checkpoint
         background = bool(await save(folder / "actor"))
@@ -260,80 +263,59 @@ class Checkpoints:
             await writing
 
     @asynccontextmanager
-    async def kept_on_failure(self, progress: Progress) -> AsyncIterator[None]:
-        """Around a body that changes no weights: if it fails or is asked to stop, the state before it is saved."""
+    async def kept_on_failure(self, progress: Progress, look: Look, *, updating: bool = False) -> AsyncIterator[None]:
+        """Around a part of a step: if it fails or is asked to stop, the state before the step is saved, and with it
+        what the rollout has; that also every `run.checkpoint_minutes`.
+
+        Args:
+            updating: the body changes weights: the state before can only be there already.
+        """
+        saving = asyncio.create_task(self._save_in_time(progress, look))
         try:
             yield
-        except (TrainerError, TrainerStalled):
-            raise  # nobody is left who could save
         except Exception as failure:
-            try:
-                await self.save(progress)
-            except Exception as error:
-                if isinstance(failure, StopRequested):
-                    raise  # "stopped" says that everything is saved
-                self.console.note(f"what stood before this step could not be saved: {error}")
+            if not (updating or isinstance(failure, TrainerError | TrainerStalled)):  # else nobody is left who could
+                try:
+                    await self.save(progress)
+                except Exception as error:
+                    if isinstance(failure, StopRequested):
+                        raise  # "stopped" says that everything is saved
+                    self.console.note(f"what stood before this step could not be saved: {error}")
+            await self._save_rollout(progress, look)
+            if isinstance(failure, MismatchStop):  # its tokens would stop the next run too
+                self.run_dir.drop_rollout()
             raise  # why the run ends
+        finally:
+            await end_all([saving])
 
-    @asynccontextmanager
-    async def rollout_kept(self, progress: Progress, under_way: LookAtRollout) -> AsyncIterator[None]:
-        """Around a body in which the servers' weights stay those of `progress`: what the rollout after it has is saved
-        every `run.checkpoint_minutes`, and if the body fails. Where only the trainer is lost that needs no trainer."""
-        over = asyncio.get_running_loop().create_future()
-        saving = asyncio.create_task(self._save_in_time(progress, under_way, over))
+    async def _save_in_time(self, progress: Progress, look: Look) -> None:
+        while every := 60 * self.config.checkpoint_minutes:
+            await asyncio.sleep(max(every + max(self._state_of, self._rollout_of) - self.clock(), POLL_S))
+            await self._save_rollout(progress, look)
+
+    async def _save_rollout(self, progress: Progress, look: Look) -> None:
+        """Unless no resume would begin at `progress`. If it fails, the rollout goes on all the same."""
+        self._rollout_of, deadline = self.clock(), self.config.step_deadline_s
         try:
-            try:
-                yield
-            finally:
-                over.set_result(None)
-                await saving
-        except MismatchStop:  # its tokens would stop the next run too
-            self.run_dir.drop_rollout()
-            raise
-        except Exception:
-            await self._save_rollout(progress, under_way)
-            raise
-
-    async def _save_in_time(self, progress: Progress, under_way: LookAtRollout, over: "asyncio.Future[None]") -> None:
-        every = 60 * self.config.checkpoint_minutes
-        while every and not over.done():
-            left = every - (self.clock() - max(self._state_of, self._rollout_of))
-            if left <= 0:
-                await self._save_rollout(progress, under_way)
-            await asyncio.wait([over], timeout=max(left, POLL_S))
-
-    async def _save_rollout(self, progress: Progress, under_way: LookAtRollout) -> None:
-        """Unless no resume would begin at `progress`. Where it fails, that is noted: the rollout itself goes on."""
-        try:
-            if newest_step(self.run_dir.path) != progress.rollout_step:
-                return
-            self._rollout_of, deadline = self.clock(), self.config.step_deadline_s
-            finished, unfinished = await under_way()
-            if finished or unfinished:
+            if newest_step(self.run_dir.path) == progress.rollout_step:
+                progress = replace(progress, sampler=look())
                 self.ledger.commit()  # an empty one would say that no run began here
-                there = {"carried": tuple(group for group, _ in finished), "unfinished": tuple(unfinished)}
-                state = replace(progress.sampler, sent_with=tuple(version for _, version in finished), **there)
                 with self.waits.register("save of the rollout", "the disk of run.dir", deadline):
-                    async with asyncio.timeout(deadline):
-                        await asyncio.to_thread(self._write_rollout, replace(progress, sampler=state))
-        except (OSError, RunDirError) as error:
+                    await asyncio.wait_for(asyncio.to_thread(self._write_rollout, progress), deadline)
+        except Exception as error:
             self.console.note(f"what the rollout has could not be saved ({type(error).__name__}: {error})")
 
     def _write_rollout(self, progress: Progress) -> None:
-        folder, aside = self.run_dir.rollout, self.run_dir.rollout.with_name(".rollout.tmp")
         with self._saving:
-            self.run_dir.check_there()
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
+            aside = self.run_dir.aside(self.run_dir.rollout)
             save_progress(progress, aside)
-            replace_folder(aside, folder, durable=True)
+            replace_folder(aside, self.run_dir.rollout, durable=True)
 
     async def save(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
-        await self.handover.to_trainer()
         await self.finish()
-        newest = self.run_dir.latest_checkpoint()
-        if progress.rollout_step > (newest.step if newest else 0):
+        if progress.rollout_step > newest_step(self.run_dir.path):
+            await self.handover.to_trainer()
             await (await self.begin(progress, wait=True))()
 
     async def __aenter__(self) -> Self:

@@ -34,9 +34,6 @@ KEPT = (
 )
 """Keys that the ledger and the carried groups rest on."""
 
-JUDGED = ("reward.verifier", "reward.by_source", "algorithm.overlong.", "algorithm.turn_rewards")
-"""Keys that verdicts and rewards rest on."""
-
 MEASURED = tuple(f"evaluation.{key}" for key in ("limit", "samples", "temperature", "top_p", "greedy"))
 """Keys that the accuracy before training was measured with: another "after" would be no gain over it."""
 

@@ -20,15 +20,9 @@ from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable
 from megatron_dapo.cluster.waits import Waits, ready_after
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
-from megatron_dapo.coordinator.checkpoints import (
-    Checkpoints,
-    Progress,
-    damaged_checkpoint,
-    load_counters,
-    rollout_under_way,
-)
+from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters, with_rollout
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
-from megatron_dapo.coordinator.resume import JUDGED, check_resume, manifest
+from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Answers, Evaluator
@@ -100,8 +94,7 @@ async def start_run(run: RunBase) -> RunContext:
     for change in changes:
         run.console.note(change)
     progress = await first_progress(config, run_dir)
-    judged_anew = any(change.startswith(JUDGED) for change in changes)
-    state = await asyncio.to_thread(rollout_under_way, run_dir, progress, run.console.note, usable=not judged_anew)
+    state = await asyncio.to_thread(with_rollout, progress, run_dir, changes, run.console)
     if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
         state = replace(state, unfinished=())
     ledger = Ledger(run_dir.ledger)

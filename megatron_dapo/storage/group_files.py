@@ -8,7 +8,7 @@ import hashlib
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,14 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
     arrays |= {"routing": np.concatenate(routed)} if routed else {}
     with naming(folder / f"{name}.npz"):
         np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
-    digest = hashlib.sha256()
-    with naming(folder / f"{name}.json"), (folder / f"{name}.json").open("w") as file:
-        for part in _json_parts(groups, extra, _digest_of(folder / f"{name}.npz")):
-            file.write(part)
-            digest.update(part.encode())
-        file.write(f"\n{digest.hexdigest()}\n")
+    file, arrays_digest = folder / f"{name}.json", _digest_of(folder / f"{name}.npz")
+    with naming(file), file.open("w") as stream:
+        stream.write(f'{{"extra": {json.dumps(dict(extra))}, "groups": [')
+        for at, group in enumerate(groups):  # one a time: `dumps` stops all threads, and texts may be some 100 MB
+            stream.write((", " if at else "") + json.dumps(_group_json(group)))
+        stream.write(f'], "arrays": "{arrays_digest}"}}')
+        stream.flush()
+        stream.write(f"\n{_digest_of(file)}\n")
     for ending in ("json", "npz"):
         sync_file(folder / f"{name}.{ending}")
 
@@ -72,14 +74,6 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
             f"{folder}: {name}.json or {name}.npz is missing or damaged ({type(error).__name__}: {error})"
         ) from None
     return groups, content["extra"]
-
-
-def _json_parts(groups: Sequence[ScoredGroup], extra: Mapping[str, Any], arrays: str) -> Iterator[str]:
-    """A group a time: `json.dumps` lets no other thread run, and a batch's texts are some 100 MB."""
-    yield f'{{"extra": {json.dumps(dict(extra))}, "groups": ['
-    for at, group in enumerate(groups):
-        yield (", " if at else "") + json.dumps(_group_json(group))
-    yield f'], "arrays": "{arrays}"}}'
 
 
 def _digest_of(file: Path) -> str:

@@ -202,12 +202,12 @@ class RunDir:
             raise RunDirError(f"{file}: {why}; restore it from a copy, or begin anew elsewhere") from None
         return content
 
-    def checkpoint_aside(self, step: int) -> Path:
-        """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count. One at a time: what an
-        earlier save or removal left unfinished goes."""
+    def aside(self, folder: Path) -> Path:
+        """An empty folder to write into what is to become `folder`: `rollout`, or a checkpoint, which counts after
+        `publish_checkpoint`. One of a kind at a time: what an earlier save or removal left unfinished goes."""
         self.check_there()
-        aside = self.path / "checkpoints" / f".step_{step}.tmp"
-        for left in aside.parent.glob(".step_*"):
+        aside = folder.with_name(f".{folder.name}.tmp")
+        for left in aside.parent.glob(f".{folder.name.partition('_')[0]}*"):
             shutil.rmtree(left)
         aside.mkdir(parents=True)
         return aside
@@ -222,8 +222,7 @@ class RunDir:
             files.remove_folder(old.folder)
 
     def drop_rollout(self) -> None:
-        """What was saved of a rollout belongs to one checkpoint, and to nothing once a run goes on from another."""
-        shutil.rmtree(self.path / ".rollout.tmp", ignore_errors=True)
+        """Remove what was saved of a rollout: it belongs to one checkpoint alone."""
         if self.rollout.exists():
             files.remove_folder(self.rollout)
 
@@ -252,8 +251,6 @@ class RunDir:
         if step not in steps:
             there = ", ".join(f"step {found}" for found in steps) or "none"
             raise RunDirError(f"run.resume_step = {step}: {self.path / 'checkpoints'} holds {there}")
-        if step < steps[-1]:
-            self.drop_rollout()
         summary = self.path / "summary.json"
         if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
             os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))

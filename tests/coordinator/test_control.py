@@ -90,7 +90,7 @@ def train(tmp_path, monkeypatch):
         config, trainer = load_config(file, list(overrides)), Trainer()
 
         async def begin(progress, wait):
-            folder = run_dir.checkpoint_aside(progress.rollout_step)
+            folder = run_dir.aside(run_dir.path / "checkpoints" / f"step_{progress.rollout_step}")
             save_progress(progress, folder)
 
             async def publish():
