@@ -11,7 +11,6 @@ without a checkpoint is written again.
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -36,7 +35,6 @@ from megatron_dapo.storage.durable import remove_folder, replace_folder, sync_tr
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir, newest_step
-from rollout.fleet.member import end_all
 
 POLL_S = 0.5
 """Between two questions whether the ranks have finished writing."""
@@ -204,8 +202,6 @@ class Checkpoints:
     console: Console
     clock: Callable[[], float] = time.monotonic
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
-    _saving: threading.Lock = field(default_factory=threading.Lock, init=False)
-    """Held while a rollout is written."""
 
     def __post_init__(self) -> None:
         self._step_ended = self._state_of = self._rollout_of = self.clock()
@@ -270,9 +266,14 @@ class Checkpoints:
         Args:
             updating: the body changes weights: the state before can only be there already.
         """
-        saving = asyncio.create_task(self._save_in_time(progress, look))
+        over = asyncio.get_running_loop().create_future()
+        saving = asyncio.create_task(self._save_in_time(progress, look, over))
         try:
-            yield
+            try:
+                yield
+            finally:  # a save under way is awaited: two would write the same files
+                over.set_result(None)
+                await saving
         except Exception as failure:
             if not (updating or isinstance(failure, TrainerError | TrainerStalled)):  # else nobody is left who could
                 try:
@@ -285,13 +286,13 @@ class Checkpoints:
             if isinstance(failure, MismatchStop):  # its tokens would stop the next run too
                 self.run_dir.drop_rollout()
             raise  # why the run ends
-        finally:
-            await end_all([saving])
 
-    async def _save_in_time(self, progress: Progress, look: Look) -> None:
-        while every := 60 * self.config.checkpoint_minutes:
-            await asyncio.sleep(max(every + max(self._state_of, self._rollout_of) - self.clock(), POLL_S))
-            await self._save_rollout(progress, look)
+    async def _save_in_time(self, progress: Progress, look: Look, over: "asyncio.Future[None]") -> None:
+        while (every := 60 * self.config.checkpoint_minutes) and not over.done():
+            due = every + max(self._state_of, self._rollout_of)
+            await asyncio.wait([over], timeout=max(due - self.clock(), POLL_S))
+            if not over.done():
+                await self._save_rollout(progress, look)
 
     async def _save_rollout(self, progress: Progress, look: Look) -> None:
         """Unless no resume would begin at `progress`. If it fails, the rollout goes on all the same."""
@@ -306,10 +307,9 @@ class Checkpoints:
             self.console.note(f"what the rollout has could not be saved ({type(error).__name__}: {error})")
 
     def _write_rollout(self, progress: Progress) -> None:
-        with self._saving:
-            aside = self.run_dir.aside(self.run_dir.rollout)
-            save_progress(progress, aside)
-            replace_folder(aside, self.run_dir.rollout, durable=True)
+        aside = self.run_dir.aside(self.run_dir.rollout)
+        save_progress(progress, aside)
+        replace_folder(aside, self.run_dir.rollout, durable=True)
 
     async def save(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
