@@ -4,10 +4,10 @@ A checkpoint is begun at the end of a step and counts as soon as its folder has 
 trainer's ranks write it while the run goes on, one checkpoint at a time. If a file of the checkpoint that a run resumes
 from is damaged, the error names the file and the newest intact checkpoint before it.
 
-Between two checkpoints `rollout` of the run directory holds what the rollout under way has drawn: the sampler's state of
-the checkpoint before it, which it belongs to, with finished groups and the tokens of others. A resume decides the same
-groups again, and draws only what is missing. It needs no trainer, is written while the run goes on, and ends with the
-next checkpoint, or when a run goes on from another.
+Between two checkpoints `rollout` of the run directory holds what the rollout under way has drawn: the state of the
+sampler in the checkpoint before it, which it belongs to, with finished groups and the tokens of others. A resume
+decides the same groups again, and draws only what is missing. It needs no trainer, is written while the run goes on,
+and ends with the next checkpoint, or when a run goes on from another.
 
 The KL term's reference, where `algorithm.kl.reset_every` renews it (ProRL, arXiv 2505.24864), stands beside them, in
 `references/step_<N>` of the run directory and in Hugging Face format: a checkpoint names the step, and a resume reads
