@@ -46,7 +46,8 @@ class RunConfig:
     """Rollout steps between checkpoints; 0: only by time, and the last."""
 
     checkpoint_minutes: NonNegativeFloat = 60.0
-    """Also written before a lost job would cost more than so many minutes, or one step; 0: never."""
+    """Also written, as is a long rollout, before a lost job would cost more than so many minutes, or one step; 0:
+    never."""
 
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay on disk."""

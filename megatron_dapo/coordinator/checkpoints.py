@@ -4,6 +4,11 @@ A checkpoint is begun at the end of a step and counts as soon as its folder has 
 trainer's ranks write it while the run goes on, one checkpoint at a time. If a file of the checkpoint that a run resumes
 from is damaged, the error names the file and the newest intact checkpoint before it.
 
+Between two checkpoints `rollout` of the run directory holds what the rollout under way has drawn: the state of the
+sampler in the checkpoint before it, which it belongs to, with finished groups and the tokens of others. A resume
+decides the same groups again, and draws only what is missing. It needs no trainer, is written while the run goes on,
+and ends with the next checkpoint, or when a run goes on from another.
+
 The KL term's reference, where `algorithm.kl.reset_every` renews it (ProRL, arXiv 2505.24864), stands beside them, in
 `references/step_<N>` of the run directory and in Hugging Face format: a checkpoint names the step, and a resume reads
 the same weights, bit for bit, into any layout. It is written before the checkpoint of its step: what a kill leaves
@@ -12,9 +17,9 @@ without a checkpoint is written again.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -27,13 +32,14 @@ from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, Train
 from megatron_dapo.cluster.waits import StopRequested, Waits
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
-from megatron_dapo.experience.groups import SamplerState
+from megatron_dapo.coordinator.batch import MismatchStop
+from megatron_dapo.experience.groups import SamplerState, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
-from megatron_dapo.storage.durable import remove_folder, sync_tree
+from megatron_dapo.storage.durable import remove_folder, replace_folder, sync_tree
 from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
 from megatron_dapo.storage.ledger import Event, Ledger
-from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir
+from megatron_dapo.storage.run_dir import Checkpoint, CheckpointDamaged, RunDir, newest_step
 
 POLL_S = 0.5
 """Between two questions whether the ranks have finished writing."""
@@ -41,6 +47,9 @@ POLL_S = 0.5
 READ_FIRST = 4 << 30
 """Bytes of the trainer's files up to which they are compared with their checksums before anything starts: it takes
 seconds. The ranks compare them in any case."""
+
+Look = Callable[[], SamplerState]
+"""Gives what a rollout has: `coordinator.sampler.DynamicSampler.under_way`."""
 
 GRACE_S = 60.0
 """For a checkpoint under way when a trainer rank fails: the others may wait for that rank, and never answer."""
@@ -59,6 +68,9 @@ class Progress:
     reference_step: int = 0
     """Rollout step after which the KL term's reference was reset. 0: it holds the weights that the run began with."""
 
+
+JUDGED = ("reward.verifier", "reward.by_source", "algorithm.overlong.", "algorithm.turn_rewards")
+"""Keys that verdicts and rewards rest on."""
 
 COUNTERS = ("rollout_step", "optimizer_step", "weight_version")
 CONTROL = ("entropy_coefficient", "reference_step")
@@ -110,6 +122,34 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
         return load_progress(checkpoint.folder)
     except (CheckpointDamagedError, GroupFileError) as error:
         raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None
+
+
+def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], console: Console) -> SamplerState:
+    """The sampler's state of `progress`, a checkpoint's, and what was saved of the rollout after it.
+
+    Args:
+        changes: of the config, as `check_resume` gives them.
+    """
+    if not run_dir.rollout.exists():
+        return progress.sampler
+    try:
+        saved = load_progress(run_dir.rollout)
+        if saved.rollout_step != progress.rollout_step or any(change.startswith(JUDGED) for change in changes):
+            run_dir.drop_rollout()
+            raise GroupFileError(f"{run_dir.rollout}: other weights drew it, or other rules judged it")
+    except GroupFileError as error:
+        console.note(f"{error}; this rollout is drawn again, and nothing else is lost")
+        return progress.sampler
+
+    def of_these_weights(group: ScoredGroup) -> bool:
+        """Others were published after the rollout, and are lost: what they wrote meanwhile (`async`) is too."""
+        return all((one.generation.weight_versions <= progress.weight_version).all() for one in group.responses)
+
+    finished = zip(saved.sampler.carried, saved.sampler.sent_with, strict=True)
+    drawn = tuple(one for one in finished if of_these_weights(one[0]))
+    unfinished = tuple(filter(of_these_weights, saved.sampler.unfinished))
+    console.note(f"its rollout goes on: {len(drawn)} groups are finished, {len(unfinished)} begun")
+    return replace(progress.sampler, unfinished=unfinished, drawn=drawn)
 
 
 async def damaged_checkpoint(run_dir: RunDir, checkpoint: Checkpoint, reason: str) -> CheckpointDamaged:
@@ -169,8 +209,8 @@ class Checkpoints:
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._step_ended = self._state_of = self.clock()
-        """When the last step ended, and when the state of the newest checkpoint was reached."""
+        self._step_ended = self._state_of = self._rollout_of = self.clock()
+        """When the last step ended, when the state of the newest checkpoint was reached, when a rollout was saved."""
 
     def due(self, step: int) -> bool:
         """Whether to begin a checkpoint after `step`, which has just ended. Asked once a step.
@@ -193,7 +233,7 @@ class Checkpoints:
         """
         self._state_of = self.clock()
         await self.finish()
-        folder = self.run_dir.checkpoint_aside(progress.rollout_step)
+        folder = self.run_dir.aside(self.run_dir.path / "checkpoints" / f"step_{progress.rollout_step}")
         background = self.config.checkpoint_in_background and not wait
         save = self.trainer.begin_checkpoint if background else self.trainer.save_checkpoint
         background = bool(await save(folder / "actor"))
@@ -224,27 +264,63 @@ class Checkpoints:
             await writing
 
     @asynccontextmanager
-    async def kept_on_failure(self, progress: Progress) -> AsyncIterator[None]:
-        """Around a body that changes no weights: if it fails or is asked to stop, the state before it is saved."""
+    async def kept_on_failure(self, progress: Progress, look: Look, *, updating: bool = False) -> AsyncIterator[None]:
+        """Around a part of a step: if it fails or is asked to stop, the state before the step is saved, and with it
+        what the rollout has; that also every `run.checkpoint_minutes`.
+
+        Args:
+            updating: the body changes weights: the state before can only be there already.
+        """
+        over = asyncio.get_running_loop().create_future()
+        saving = asyncio.create_task(self._save_in_time(progress, look, over))
         try:
-            yield
-        except (TrainerError, TrainerStalled):
-            raise  # nobody is left who could save
-        except Exception as failure:
             try:
-                await self.save(progress)
-            except Exception as error:
-                if isinstance(failure, StopRequested):
-                    raise  # "stopped" says that everything is saved
-                self.console.note(f"what stood before this step could not be saved: {error}")
+                yield
+            finally:  # a save under way is awaited: two would write the same files
+                over.set_result(None)
+                await saving
+        except Exception as failure:
+            if not (updating or isinstance(failure, TrainerError | TrainerStalled)):  # else nobody is left who could
+                try:
+                    await self.save(progress)
+                except Exception as error:
+                    if isinstance(failure, StopRequested):
+                        raise  # "stopped" says that everything is saved
+                    self.console.note(f"what stood before this step could not be saved: {error}")
+            await self._save_rollout(progress, look)
+            if isinstance(failure, MismatchStop):  # its tokens would stop the next run too
+                self.run_dir.drop_rollout()
             raise  # why the run ends
+
+    async def _save_in_time(self, progress: Progress, look: Look, over: "asyncio.Future[None]") -> None:
+        while (every := 60 * self.config.checkpoint_minutes) and not over.done():
+            due = every + max(self._state_of, self._rollout_of)
+            await asyncio.wait([over], timeout=max(due - self.clock(), POLL_S))
+            if not over.done():
+                await self._save_rollout(progress, look)
+
+    async def _save_rollout(self, progress: Progress, look: Look) -> None:
+        """Unless no resume would begin at `progress`. If it fails, the rollout goes on all the same."""
+        self._rollout_of, deadline = self.clock(), self.config.step_deadline_s
+        try:
+            if newest_step(self.run_dir.path) == progress.rollout_step:
+                progress = replace(progress, sampler=look())
+                self.ledger.commit()  # an empty one would say that no run began here
+                with self.waits.register("save of the rollout", "the disk of run.dir", deadline):
+                    await asyncio.wait_for(asyncio.to_thread(self._write_rollout, progress), deadline)
+        except Exception as error:
+            self.console.note(f"what the rollout has could not be saved ({type(error).__name__}: {error})")
+
+    def _write_rollout(self, progress: Progress) -> None:
+        aside = self.run_dir.aside(self.run_dir.rollout)
+        save_progress(progress, aside)
+        replace_folder(aside, self.run_dir.rollout, durable=True)
 
     async def save(self, progress: Progress) -> None:
         """Save the state between two rollout steps unless it is saved already; before the first step there is none."""
-        await self.handover.to_trainer()
         await self.finish()
-        newest = self.run_dir.latest_checkpoint()
-        if progress.rollout_step > (newest.step if newest else 0):
+        if progress.rollout_step > newest_step(self.run_dir.path):
+            await self.handover.to_trainer()
             await (await self.begin(progress, wait=True))()
 
     async def __aenter__(self) -> Self:

@@ -23,7 +23,7 @@ async def train(context: RunContext, progress: Progress) -> Progress:
     total = context.config.run.rollout_steps
     while progress.rollout_step < total:
         timer = context.timeline.begin(progress.rollout_step + 1)
-        async with context.checkpoints.kept_on_failure(progress):
+        async with context.checkpoints.kept_on_failure(progress, context.sampler.under_way):
             batch = await fill_batch(context, progress, timer)
         progress, metrics = await learn(context, progress, batch, timer)
         context.console.step(metrics, total=total)
@@ -66,10 +66,11 @@ async def learn(
     weight, coefficient = entropy_weight(context.config.algorithm, progress.entropy_coefficient, batch)
     config, hidden = context.config.at_step(step), context.inputs.model.hidden_size
     config = replace(config, algorithm=replace(config.algorithm, entropy_coefficient=weight))
-    updates, correction = await update_actor(context.trainer, config, batch, step, timer, hidden)
-    reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)
-    with timer.measure("weight_sync"):
-        sync = await publish_weights(context, version)
+    async with context.checkpoints.kept_on_failure(progress, context.sampler.under_way, updating=True):
+        updates, correction = await update_actor(context.trainer, config, batch, step, timer, hidden)
+        reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)
+        with timer.measure("weight_sync"):
+            sync = await publish_weights(context, version)
     context.sampler.record_trained(batch.admission.kept, step, progress.weight_version)
     progress = replace(
         progress,

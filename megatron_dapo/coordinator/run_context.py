@@ -20,7 +20,7 @@ from megatron_dapo.cluster.trainer import WATCH_INTERVAL_S, CheckpointUnreadable
 from megatron_dapo.cluster.waits import Waits, ready_after
 from megatron_dapo.config import Config, dump_config
 from megatron_dapo.config.load import flatten
-from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters
+from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters, with_rollout
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler
@@ -94,15 +94,16 @@ async def start_run(run: RunBase) -> RunContext:
     for change in changes:
         run.console.note(change)
     progress = await first_progress(config, run_dir)
+    state = await asyncio.to_thread(with_rollout, progress, run_dir, changes, run.console)
     if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
-        progress = replace(progress, sampler=replace(progress.sampler, unfinished=()))
+        state = replace(state, unfinished=())
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
     if config.run.resume:
         if progress.rollout_step or (run_dir.path / "manifest.json").exists():  # a batch script's first start has none
             run.console.note(f"resuming after rollout step {progress.rollout_step}")
         at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version}
-        continued = [group.position for group in progress.sampler.unfinished]
+        continued = [group.position for group in (*state.unfinished, *(group for group, _ in state.drawn))]
         ledger.record(Event.RESUMED, **at, continued=continued, changed=changes)
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))
@@ -134,11 +135,11 @@ async def start_run(run: RunBase) -> RunContext:
     drawing = sampling, config.algorithm, config.run.seed, routing_shape(config, inputs.model)
     generator = GroupGenerator(responder, inputs.prompts, *drawing)
     stages = [stage.from_step for stage in config.rollout.stages]
-    generator.restore(progress.sampler.unfinished)
+    generator.restore(state.unfinished)
     kept = {"holding": fleet, "unfinished": generator.unfinished}
     keeping: dict[str, Any] = {} if config.rollout.deterministic else kept
     algorithm, prompt_at = config.algorithm, generator.prompt_at
-    sampler = DynamicSampler(algorithm, generator.group, ledger, progress.sampler, prompt_at, stages, **keeping)
+    sampler = DynamicSampler(algorithm, generator.group, ledger, state, prompt_at, stages, **keeping)
     stack.push_async_callback(sampler.close)
     folder = run_dir.path / EVALUATIONS
     return RunContext(

@@ -24,7 +24,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
@@ -98,9 +98,20 @@ class DynamicSampler:
         """`next` of the state until `fill` has taken it up, then 0."""
         versions = state.sent_with or [group.weight_version for group in state.carried]
         self._restored = {one.position: (one, version) for one, version in zip(state.carried, versions, strict=True)}
-        self._begun = {group.position: group.weight_version for group in state.unfinished}
+        self._saved = {group.position: (group, version) for group, version in state.drawn}
+        """Finished before a resume, until their positions are sent again."""
+        begun = (*((group, group.weight_version) for group in state.unfinished), *state.drawn)
+        self._begun = {group.position: version for group, version in begun}
         """Weight versions of the groups in flight that go on."""
+        self._drawn_before = {group.position: group.tokens for group, _ in begun}
+        """Their tokens, until they are finished."""
         self._flight: deque[_Sent] = deque()
+        self._decided: list[_Sent] = []
+        """Since the last snapshot."""
+        self._begin = replace(state, carried=(), sent_with=(), unfinished=(), drawn=())
+        """The last snapshot, but for groups."""
+        self._left: SamplerState | None = None
+        """What `under_way` gave when `fill` failed."""
         self._generated: list[ScoredGroup] = []
         """Finished since the last batch was full."""
         self._failure: asyncio.Future[ScoredGroup] | None = None
@@ -116,23 +127,33 @@ class DynamicSampler:
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
         as carried; of those in flight it has what was drawn."""
-        finished = [(sent.group.result(), sent.version) for sent in self._flight if sent.finished]
-        carried = [*self._restored.values(), *finished]
-        for group, _ in carried:
-            self._record(Event.CARRIED, group, rollout_step)
-        drawn = [self._unfinished(sent.position, sent.version) for sent in self._flight if not sent.finished]
         cursor = self._flight[0].position if self._flight else self._next
         self._skipped = {position for position in self._skipped if position >= cursor}
-        return SamplerState(
+        self._decided, self._saved = [], {}
+        self._begin = replace(
+            self._begin,
             cursor=cursor,
             next=max(self._next, self._resumed_next),
             passed_over=tuple(sorted(self._skipped)),
             history=dict(self._history.groups),
             pass_rate=self._pass_rate,
-            carried=tuple(group for group, _ in carried),
-            sent_with=tuple(version for _, version in carried),
-            unfinished=tuple(group for group in drawn if group is not None),
         )
+        state = self.under_way()
+        for group in state.carried:
+            self._record(Event.CARRIED, group, rollout_step)
+        return state
+
+    def under_way(self) -> SamplerState:
+        """The state of the last snapshot with what is drawn by now, finished groups as `carried` whether decided or
+        not: from both a resume decides the same again. After a failed `fill`: what that had."""
+        sent = {each.position: each for each in (*self._decided, *self._flight) if not each.group.cancelled()}
+        done = self._restored | self._saved
+        done |= {position: (each.group.result(), each.version) for position, each in sent.items() if each.finished}
+        versions = self._begun | {position: each.version for position, each in sent.items()}
+        drawn = [self._unfinished(position, by) for position, by in versions.items() if position not in done]
+        carried, sent_with = tuple(group for group, _ in done.values()), tuple(version for _, version in done.values())
+        unfinished = tuple(group for group in drawn if group is not None)
+        return self._left or replace(self._begin, carried=carried, sent_with=sent_with, unfinished=unfinished)
 
     async def fill(
         self, rollout_step: int, weight_version: int, on_kept: OnKept = lambda group: None, *, ahead: int = 0
@@ -171,12 +192,12 @@ class DynamicSampler:
                 self._next = self._flight[0].position if self._flight else self._next
                 self._flight.clear()
                 self._skipped = {position for position in self._skipped if position < self._next}
-            elif ahead == 0 and self._holding is not None:
-                if not all(sent.finished for sent in self._flight):
-                    await self._holding.hold()
-            elif ahead == 0:
+            elif ahead == 0 and self._holding is None:
                 await asyncio.gather(*(sent.group for sent in self._flight))
+            elif ahead == 0 and self._holding and not all(sent.finished for sent in self._flight):
+                await self._holding.hold()
         except BaseException:
+            self._left = self.under_way()
             await self.close()
             raise
         generated, self._generated = self._generated, []
@@ -194,14 +215,14 @@ class DynamicSampler:
             passed_over=tuple(self._history.passed),
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
+            resumed_tokens=sum(self._drawn_before.pop(group.position, 0) for group in generated),
             limit_reached=len(batch.kept) < wanted and sampling.filter == "refill",
         )
 
     async def close(self) -> None:
         """End what is in flight. No batch can be filled afterwards."""
-        tasks = [sent.group for sent in self._flight]
-        self._flight.clear()
-        await end_all(tasks)
+        flight, self._flight = self._flight, deque()
+        await end_all([sent.group for sent in flight])
         if self._failure is not None and self._failure.done():
             self._failure.exception()  # else asyncio complains that nobody asked
 
@@ -282,8 +303,9 @@ class DynamicSampler:
         return _Sent(position=position, version=weight_version, group=task)
 
     async def _finish(self, position: int, rollout_step: int, weight_version: int) -> ScoredGroup:
+        saved, version = self._saved.pop(position, (None, None))
         try:
-            group = await self._generate(position, weight_version)
+            group = saved if saved and version == weight_version else await self._generate(position, weight_version)
         except Exception as error:
             task = asyncio.current_task()
             given_up = task is not None and task.cancelling() > 0
@@ -301,7 +323,7 @@ class DynamicSampler:
         return failure.result() if failure.done() else head.result()
 
     def _decide(self, group: ScoredGroup, batch: "_Batch") -> None:
-        self._flight.popleft()
+        self._decided.append(self._flight.popleft())
         self._history.add(group, batch.rollout_step)
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))

@@ -86,7 +86,7 @@ def step_metrics(
         "staleness/max": int(behind.max()),
         "tokens/generated": tokens,
         "tokens/trained": int(trained),
-        "tokens_per_second/rollout": tokens / max(writing, 1e-9),
+        "tokens_per_second/rollout": (tokens - admission.resumed_tokens) / max(writing, 1e-9),
         **sync,
         "tokens_per_second/train": int(trained) / max(seconds["update"], 1e-9),
     }

@@ -159,8 +159,8 @@ class GroupGenerator:
         self._routing = routing
         self._prompts, self._order = prompts.prompts, prompts.order(seed)
         self._clock = RewardClock()
-        self._writing: dict[int, Sequence[Play]] = {}
-        """Groups under way, by position."""
+        self._writing: dict[int, tuple[int, Sequence[Play]]] = {}
+        """(weights at the dispatch, responses) of groups under way, by position; after a failure of those that were."""
         self._restored: dict[int, ScoredGroup] = {}
         self.finished = 0
         """Groups written and judged, since the start."""
@@ -181,14 +181,12 @@ class GroupGenerator:
         asked = [self._request(prompt, position, weight_version, sample) for sample in range(len(begun))]
         rules = self._responder.rules
         plays = [Play.of(prompt, request, rules, drawn) for request, drawn in zip(asked, begun, strict=True)]
-        self._writing[position] = plays
-        try:
-            with self._clock.measure("playing" if prompt.environment else "writing"):
-                await gather_or_cancel(self._responder.play(place, play, self._turn) for play in plays)
-            with self._clock.measure("judging"):
-                responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
-        finally:
-            del self._writing[position]
+        self._writing[position] = weight_version, plays
+        with self._clock.measure("playing" if prompt.environment else "writing"):
+            await gather_or_cancel(self._responder.play(place, play, self._turn) for play in plays)
+        with self._clock.measure("judging"):
+            responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
+        del self._writing[position]
         self.finished += 1
         return ScoredGroup(
             position=position,
@@ -204,9 +202,9 @@ class GroupGenerator:
 
     def unfinished(self, position: int, weight_version: int) -> ScoredGroup | None:
         """What was drawn until now of a group under way that was sent with these weights; not judged. None: nothing."""
-        if position not in self._writing:
+        version, plays = self._writing.get(position, (None, ()))
+        if version != weight_version:
             return self._restored.get(position)
-        plays = self._writing[position]
         drawn = [play.generation(play.newest or self._responder.so_far(play.request)) for play in plays]
         if not any(generation.token_ids.size for generation in drawn):
             return None

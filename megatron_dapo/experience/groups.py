@@ -130,6 +130,8 @@ class Admission:
     predicted_groups: int
     """Prompts that this batch was expected to need when it was begun."""
     limit_reached: bool
+    resumed_tokens: int = 0
+    """Tokens of `generated` that were drawn before a resume."""
 
     @property
     def judged(self) -> tuple[ScoredGroup, ...]:
@@ -163,3 +165,6 @@ class SamplerState:
     """With `retire_at` or `pools`."""
     unfinished: tuple[ScoredGroup, ...] = ()
     """What was drawn of groups in flight, in order: not judged, with the weight version at their dispatch."""
+    drawn: tuple[tuple[ScoredGroup, int], ...] = ()
+    """Of a rollout that was ended in its middle: groups finished in it, each with the weight version at its dispatch.
+    They are not drawn again when their positions are sent."""

@@ -41,14 +41,14 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
     arrays |= {"routing": np.concatenate(routed)} if routed else {}
     with naming(folder / f"{name}.npz"):
         np.savez(folder / f"{name}.npz", prompt_ids=prompts, **arrays)
-    content = {
-        "extra": dict(extra),
-        "groups": [_group_json(group) for group in groups],
-        "arrays": _digest((folder / f"{name}.npz").read_bytes()),
-    }
-    text = json.dumps(content)
-    with naming(folder / f"{name}.json"):
-        (folder / f"{name}.json").write_text(f"{text}\n{_digest(text.encode())}\n")
+    file, arrays_digest = folder / f"{name}.json", _digest_of(folder / f"{name}.npz")
+    with naming(file), file.open("w") as stream:
+        stream.write(f'{{"extra": {json.dumps(dict(extra))}, "groups": [')
+        for at, group in enumerate(groups):  # one a time: `dumps` stops all threads, and texts may be some 100 MB
+            stream.write((", " if at else "") + json.dumps(_group_json(group)))
+        stream.write(f'], "arrays": "{arrays_digest}"}}')
+        stream.flush()
+        stream.write(f"\n{_digest_of(file)}\n")
     for ending in ("json", "npz"):
         sync_file(folder / f"{name}.{ending}")
 
@@ -61,10 +61,10 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
     """
     try:
         text, digest = (folder / f"{name}.json").read_text().splitlines()
-        if digest != _digest(text.encode()):
+        if digest != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError(f"{name}.json does not have its own checksum")
         content = json.loads(text)
-        if content["arrays"] != _digest((folder / f"{name}.npz").read_bytes()):
+        if content["arrays"] != _digest_of(folder / f"{name}.npz"):
             raise ValueError(f"{name}.npz does not have the checksum that {name}.json names")
         with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
             groups = _groups(content["groups"], arrays)
@@ -76,8 +76,9 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
     return groups, content["extra"]
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 GROUP = ("position", "prompt_index", "weight_version")

@@ -11,7 +11,8 @@ One JSON object a line. `prompt` is a position in the endless shuffled order. Th
 A run that was ended and resumed goes on from its newest checkpoint: the event `resumed` voids what was written after
 that checkpoint, and what belongs to later steps than it; `effective_events` gives what stands. What
 was in flight at the checkpoint is `interrupted` there: its responses are gone, and it is dispatched again; but what
-`resumed` names as `continued` goes on from the tokens that the checkpoint has.
+`resumed` names as `continued` goes on from what was saved of it. Of a rollout that was saved in its middle, positions
+that the checkpoint does not know are dispatched and finished once more in the ledger, though not by the servers.
 """
 
 import json

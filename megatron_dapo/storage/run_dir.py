@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_dapo.monitor.statistics import Accuracy
 from megatron_dapo.storage import durable as files
 
-OWN_NAMES = ("model", "weights", "checkpoints", "references", "metrics.jsonl")
+OWN_NAMES = ("model", "weights", "checkpoints", "references", "rollout", "metrics.jsonl")
 """What a run replaces or removes below its directory. A directory that holds them but no run is refused."""
 
 LEDGER = "ledger.jsonl"
@@ -146,7 +146,7 @@ class RunDir:
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
-        self.ledger, self.logs = self.path / LEDGER, self.path / "logs"
+        self.ledger, self.logs, self.rollout = self.path / LEDGER, self.path / "logs", self.path / "rollout"
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
         with _usable(path):
@@ -202,12 +202,12 @@ class RunDir:
             raise RunDirError(f"{file}: {why}; restore it from a copy, or begin anew elsewhere") from None
         return content
 
-    def checkpoint_aside(self, step: int) -> Path:
-        """An empty folder to write a checkpoint into before `publish_checkpoint` makes it count. One at a time: what an
-        earlier save or removal left unfinished goes."""
+    def aside(self, folder: Path) -> Path:
+        """An empty folder to write into what is to become `folder`: `rollout`, or a checkpoint, which counts after
+        `publish_checkpoint`. One of a kind at a time: what an earlier save or removal left unfinished goes."""
         self.check_there()
-        aside = self.path / "checkpoints" / f".step_{step}.tmp"
-        for left in aside.parent.glob(".step_*"):
+        aside = folder.with_name(f".{folder.name}.tmp")
+        for left in aside.parent.glob(f".{folder.name.partition('_')[0]}*"):
             shutil.rmtree(left)
         aside.mkdir(parents=True)
         return aside
@@ -217,8 +217,14 @@ class RunDir:
         self.check_there()
         files.replace_folder(aside, aside.with_name(f"step_{step}"), durable=True)
         self._point_latest_at(step)
+        self.drop_rollout()
         for old in self.checkpoints()[:-keep]:
             files.remove_folder(old.folder)
+
+    def drop_rollout(self) -> None:
+        """Remove what was saved of a rollout: it belongs to one checkpoint alone."""
+        if self.rollout.exists():
+            files.remove_folder(self.rollout)
 
     def _point_latest_at(self, step: int) -> None:
         files.replace_file(self.path / "checkpoints" / "latest", f"step_{step}\n")

@@ -178,8 +178,9 @@ class RequestLoop:
         response = self._responses[request.request_id] = Response.of(request)
         try:
             return await self._until_complete(response)
-        finally:
+        except asyncio.CancelledError:  # after an error `so_far` still tells of it
             self._responses.pop(request.request_id, None)
+            raise
 
     def so_far(self, request_id: str) -> Generation | None:
         """See `RolloutFleet.so_far`."""
@@ -207,6 +208,7 @@ class RequestLoop:
             if failure is not None and response.finish_reason is None:
                 failures, failed = failures + 1, member
                 await self._after_failure(request.request_id, failures, failure)
+        self._responses.pop(request.request_id, None)
         return response.generation(response.finish_reason)
 
     def load(self) -> tuple[int, int, float]:

@@ -228,7 +228,7 @@ def test_what_stood_before_a_step_that_fails_is_saved_unless_the_trainer_cannot(
     """A trainer that does not answer would be waited for a second time."""
 
     async def test(checkpoints, ranks, around):
-        async with checkpoints.kept_on_failure(progress(1)):
+        async with checkpoints.kept_on_failure(progress(1), lambda: progress(1).sampler):
             raise error
 
     with pytest.raises(type(error)):
@@ -244,7 +244,7 @@ def test_a_stop_whose_save_fails_is_no_stop_and_an_error_stays_what_it_is(run, e
 
     async def test(checkpoints, ranks, around):
         ranks.failure = FULL
-        async with checkpoints.kept_on_failure(progress(1)):
+        async with checkpoints.kept_on_failure(progress(1), lambda: progress(1).sampler):
             raise error
 
     with pytest.raises(raised):

@@ -1,6 +1,7 @@
 """What changes over the steps of a run and stands in its checkpoints: the entropy bonus's weight, the KL reference."""
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,7 +91,7 @@ def train(tmp_path, monkeypatch):
         config, trainer = load_config(file, list(overrides)), Trainer()
 
         async def begin(progress, wait):
-            folder = run_dir.checkpoint_aside(progress.rollout_step)
+            folder = run_dir.aside(run_dir.path / "checkpoints" / f"step_{progress.rollout_step}")
             save_progress(progress, folder)
 
             async def publish():
@@ -98,13 +99,14 @@ def train(tmp_path, monkeypatch):
 
             return publish
 
+        due = Checkpoints(config.run, *[None] * 6).due
         context = SimpleNamespace(
             config=config,
             trainer=trainer,
             run_dir=run_dir,
             inputs=SimpleNamespace(model=SimpleNamespace(hidden_size=64)),
-            sampler=SimpleNamespace(record_trained=lambda *_: None, snapshot=lambda step: state),
-            checkpoints=SimpleNamespace(begin=begin, due=Checkpoints(config.run, *[None] * 6).due),
+            sampler=SimpleNamespace(record_trained=lambda *_: None, snapshot=lambda step: state, under_way=None),
+            checkpoints=SimpleNamespace(begin=begin, due=due, kept_on_failure=lambda *_, **__: nullcontext()),
             handover=SimpleNamespace(to_trainer=lambda: asyncio.sleep(0)),
             fleet=SimpleNamespace(statistics=ServerStatistics()),
         )

@@ -161,7 +161,7 @@ def run_dir(tmp_path):
     """With whole checkpoints after steps 2, 4 and 6: real progress files, trainer files of random bytes."""
     found = RunDir(tmp_path / "run", resume=False)
     for step in (2, 4, 6):
-        aside = found.checkpoint_aside(step)
+        aside = found.aside(found.path / "checkpoints" / f"step_{step}")
         sampler = SamplerState(cursor=step, pass_rate=PassRate.start(0.5), carried=(group(7, 2, 5), group(8, 1, 9)))
         save_progress(Progress(rollout_step=step, optimizer_step=1, weight_version=step, sampler=sampler), aside)
         actor = aside / "actor.partial"

@@ -4,18 +4,20 @@ the product's, the servers play a script in which every token can be checked."""
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig, OverlongConfig
-from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
+from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress, with_rollout
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.storage.ledger import Event, Ledger, effective_events, read_ledger
 from rollout.config import RolloutConfig
+from rollout.errors import RolloutError
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
@@ -30,13 +32,15 @@ SCRIPT = Script(max_new_tokens=LONGEST, median_tokens=300)
 
 
 @asynccontextmanager
-async def life(folder, state, seed, *, mode):
-    """A run's fleet, sampler and ledger until it is killed."""
+async def life(folder, state, seed, *, mode, servers=None):
+    """A run's fleet, sampler and ledger until it is killed. `servers`: gets the servers, which may then be lost."""
     engines = [ScriptedServer(SCRIPT, Speed(compress=8), seed + number) for number in range(2)]
     for engine in engines:
         engine.stream_interval = INTERVAL
-    parts = []
-    rollout = RolloutConfig(max_running_requests=16, stream_every=INTERVAL)
+    parts, patience_s = [], 300.0 if servers is None else 0.3
+    if servers is not None:
+        servers += engines
+    rollout = RolloutConfig(max_running_requests=16, stream_every=INTERVAL, fleet_deadline_s=patience_s)
     fleet = RolloutFleet(
         rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=FAST, observe=parts.append
     )
@@ -138,6 +142,79 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     sent = [event["prompt"] for event in standing if event["event"] == "dispatched"]
     assert not {prompt for prompt in continued if sent.count(prompt) != 1}, "it was sent once"
     assert not [event for event in standing if event["event"] == "interrupted" and event["prompt"] in continued]
+
+
+def check_went_on(state, admission, after):
+    done = {group.position: group for group, _ in state.drawn}
+    assert len(done) >= 4
+    asked = {int(part.request_id[1:].split("-")[0]) for part in after}
+    assert not asked & set(done), "a finished group was asked for again"
+    made = {group.position: group for group in (*admission.kept, *admission.filtered)}
+    for group in made.values():
+        for one in group.responses:
+            check_generation(SCRIPT, group.prompt_index, one.generation)
+    counted = [group for group in admission.generated if group.position in done]
+    assert {group.position for group in (*counted, *state.carried)} >= set(done), (
+        "they count in the step that drew them"
+    )
+    assert sum(group.tokens for group in counted) <= admission.resumed_tokens
+    assert admission.resumed_tokens <= sum(group.tokens for group in admission.generated)
+    went_on = 0
+    for one in (one.generation for group in state.unfinished for one in group.responses):
+        first = [part for part in after if part.request_id == one.request_id][:1]
+        assert all(part.prompt_tokens == 128 + one.token_ids.size for part in first)
+        went_on += bool(first) and one.token_ids.size > 0
+    assert went_on > 0, "nothing was begun: the test shows nothing"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("lost", [False, True], ids=["stopped", "fleet lost"])
+def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
+    """What was finished is not asked for again, what was begun goes on from its tokens: over a stop in the first step
+    and a later one, or the loss of all servers."""
+    ahead, file, steps = PROMPTS if mode == "async" else 0, tmp_path / "rollout", (1,) if lost else (1, 2)
+    file.mkdir()
+
+    async def end(sampler, servers, step):
+        filling = asyncio.ensure_future(sampler.fill(step, 0, ahead=ahead))
+        while len(sampler.under_way().carried) < 4:
+            await asyncio.sleep(0.01)
+        assert not filling.done()
+        for server in servers if lost else ():
+            server.start_fails = True
+            await server.die()
+        if not lost:
+            filling.cancel()
+        (failure,) = await asyncio.gather(filling, return_exceptions=True)
+        assert isinstance(failure, RolloutError if lost else asyncio.CancelledError), failure
+        state = sampler.under_way()
+        save_progress(Progress(rollout_step=step - 1, optimizer_step=0, weight_version=0, sampler=state), file)
+
+    async def run():
+        before, told = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=()), []
+        run_dir, console = SimpleNamespace(rollout=file), SimpleNamespace(note=told.append)
+        for step in steps:
+            servers = []
+            async with life(tmp_path, before, 10 * step, mode=mode, servers=servers) as (sampler, _, _):
+                await end(sampler, servers, step)
+            progress = Progress(rollout_step=step - 1, optimizer_step=0, weight_version=0, sampler=before)
+            state = with_rollout(progress, run_dir, [], console)
+            async with life(tmp_path, state, 10 * step + 1, mode=mode) as (sampler, ledger, after):
+                continued = [one.position for one in (*state.unfinished, *(group for group, _ in state.drawn))]
+                ledger.record(Event.RESUMED, rollout_step=step - 1, weight_version=0, continued=continued)
+                admission = await sampler.fill(step, 0, ahead=ahead)
+                sampler.record_trained(admission.kept, step, 0)
+                before = sampler.snapshot(step)
+                ledger.record(Event.CHECKPOINT, rollout_step=step, weight_version=0)
+            check_went_on(state, admission, after)
+        assert len(told) == len(steps)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    events = read_ledger(tmp_path / "ledger.jsonl")
+    fates = check_ledger(events)
+    trained = [event["prompt"] for event in effective_events(events) if event["event"] == "trained"]
+    assert len(trained) == len(set(trained)) == len(steps) * PROMPTS
+    assert set(fates) == set(range(max(fates) + 1)), "no prompt is lost"
 
 
 def test_what_is_too_old_by_then_and_what_the_checkpoint_lacks_is_sent_again(tmp_path):

@@ -57,7 +57,7 @@ def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
         (
             "h100_16",
             ["--time=3:00:00"],
-            "--time: by the plan a step takes 2.9 hours; a rollout that a job's end stops is lost",
+            "--time: by the plan a step takes 2.9 hours; jobs end in rollouts, and go on there",
         ),
         ("h100_32", ["model.path=models/own"], "no plan of this run (model.path = models/own"),
         ("h100_32", ["--gpus-per-node=0"], "it knows GPUs only"),

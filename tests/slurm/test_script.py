@@ -292,8 +292,12 @@ def test_a_job_that_may_not_be_requeued_says_how_its_run_goes_on(job, tmp_path):
     assert "job 7 may not start again, so not going back into the queue. The next job of the chain" in shown
 
 
-def test_starts_that_save_nothing_end_some_time(job):
-    save = "mkdir -p checkpoints; date +%N > checkpoints/latest"
+@pytest.mark.parametrize(
+    "save",
+    ["mkdir -p checkpoints; date +%N > checkpoints/latest", "mkdir -p rollout; echo x >> rollout/progress.npz"],
+)
+def test_starts_that_save_nothing_end_some_time(save, job):
+    """Neither a checkpoint nor more of a rollout."""
     shown = [job(75, lines) for lines in ("", "", save, "", "", "")]
     assert ["requeue" in output for output in shown] == [True] * 5 + [False]
     assert "raise --time" in shown[-1]

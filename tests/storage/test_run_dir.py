@@ -16,6 +16,10 @@ from megatron_dapo.storage.ledger import LedgerError
 from megatron_dapo.storage.run_dir import RunDir, RunDirError, RunDirLost, newest_step
 
 
+def aside(run_dir: RunDir, step: int) -> Path:
+    return run_dir.aside(run_dir.path / "checkpoints" / f"step_{step}")
+
+
 def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp_path):
     first = RunDir(tmp_path / "run", resume=False)
     with pytest.raises(RunDirError, match="a live run holds it"):
@@ -69,12 +73,12 @@ def test_a_run_that_was_killed_in_its_first_step_may_begin_anew(tmp_path):
 def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
     run_dir = RunDir(tmp_path / "run", resume=False)
     for step in (1, 2, 3):
-        aside = run_dir.checkpoint_aside(step)
-        (aside / "file").write_text(str(step))
+        folder = aside(run_dir, step)
+        (folder / "file").write_text(str(step))
         assert run_dir.latest_checkpoint() is None or run_dir.latest_checkpoint().step == step - 1
-        run_dir.publish_checkpoint(aside, step, keep=2)
+        run_dir.publish_checkpoint(folder, step, keep=2)
     (run_dir.path / "checkpoints" / "step_9.bak").mkdir()
-    run_dir.checkpoint_aside(10)
+    aside(run_dir, 10)
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 3]
     assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_3"
     run_dir.close()
@@ -83,7 +87,7 @@ def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
 def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
     run_dir = RunDir(tmp_path / "run", resume=False)
     for step in (2, 4, 6):
-        run_dir.publish_checkpoint(run_dir.checkpoint_aside(step), step, keep=3)
+        run_dir.publish_checkpoint(aside(run_dir, step), step, keep=3)
     with pytest.raises(RunDirError, match=r"run\.resume_step = 3.*step 2, step 4, step 6"):
         run_dir.go_back_to(3)
     for again in ("set_aside.step_6", "set_aside.step_6.2"):
@@ -91,7 +95,7 @@ def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
         assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4]
         assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_4"
         assert (run_dir.path / "checkpoints" / again).is_dir()
-        run_dir.publish_checkpoint(run_dir.checkpoint_aside(6), 6, keep=3)
+        run_dir.publish_checkpoint(aside(run_dir, 6), 6, keep=3)
     assert newest_step(run_dir.path) == 6
     run_dir.close()
 
@@ -104,7 +108,7 @@ def test_nothing_is_saved_to_what_is_left_of_a_lost_mount(tmp_path, replaced):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / ".lock").touch()
     with pytest.raises(RunDirLost, match="not the directory that this run began in"):
-        run_dir.checkpoint_aside(1)
+        aside(run_dir, 1)
     assert not (tmp_path / "run" / "checkpoints").exists()
     run_dir.close()
 
@@ -125,9 +129,9 @@ def test_what_a_resume_rests_on_is_on_disk_when_it_has_its_name(tmp_path, disk):
     replace_file(run_dir.path / "status.json", "{}", durable=False)
     assert not disk, "every two seconds"
 
-    aside = run_dir.checkpoint_aside(1)
-    (aside / "file").touch()
-    run_dir.publish_checkpoint(aside, 1, keep=1)
+    folder = aside(run_dir, 1)
+    (folder / "file").touch()
+    run_dir.publish_checkpoint(folder, 1, keep=1)
     folder = run_dir.latest_checkpoint().folder
     assert {os.stat(path).st_ino for path in (folder, folder.parent)} <= disk
     run_dir.close()
@@ -152,7 +156,7 @@ def begun(tmp_path):
     run_dir.write_json("heldout_before.json", {"before": {}, "baseline": None})
     run_dir.ledger.write_text('{"event": "dispatched"}\n{"event": "checkpoint", "rollout_step": 1}\n')
     (run_dir.path / "metrics.jsonl").write_text('{"rollout_step": 1}\n')
-    run_dir.publish_checkpoint(run_dir.checkpoint_aside(1), 1, keep=2)
+    run_dir.publish_checkpoint(aside(run_dir, 1), 1, keep=2)
     yield run_dir, file
     run_dir.close()
 
