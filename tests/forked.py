@@ -21,4 +21,5 @@ import megatron_dapo.actor.step  # noqa: E402
 import megatron_dapo.actor.weights.hf_weights  # noqa: E402
 import megatron_dapo.actor.weights.lora  # noqa: E402, F401
 import tests.emulated.played_server  # noqa: E402
-import tests.emulated.played_trainer  # noqa: E402, F401
+import tests.emulated.played_trainer  # noqa: E402
+import tests.rollout.peer  # noqa: E402, F401
