@@ -1,5 +1,6 @@
 """Settings of every test."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,16 @@ from hypothesis import settings
 # Examples take as long as the machine lets them: what must be fast has a test of its own, in CPU seconds.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    """What collection makes stays: to look through it again and again for garbage costs each worker a CPU second."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,11 +1,10 @@
 """Weights from Megatron at TP=2 into other processes, by both transports, with peers that die, hang or refuse."""
 
 import contextlib
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,12 @@ from safetensors import safe_open
 from rollout.weights.checksums import expected_checksums
 from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
+from tests import fork_server
 from tests.actor.gloo import run_ranks
 from tests.actor.tiny import save_tiny
 from tests.actor.weights.test_hf_weights import assert_same_tensors, read_folder
 from tests.coordinator.sync_kit import send
-from tests.processes import ROOT
+from tests.rollout.peer import play
 
 pytestmark = pytest.mark.timeout(300)
 ONE = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
@@ -27,7 +27,7 @@ BUCKET = 200_000
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    process: subprocess.Popen
+    process: BaseProcess
     folder: Path
     target: Target
 
@@ -43,13 +43,13 @@ class Started:
 @contextlib.contextmanager
 def peers(root: Path, *faults: tuple[str, ...]) -> Iterator[list[Started]]:
     started = []
+    fork_server.start()
     try:
         for number, fault in enumerate(faults):
             folder = root / f"peer{number}"
             folder.mkdir()
-            command = [sys.executable, "-m", "tests.rollout.peer", str(folder), *map(str, fault)]
-            with (folder / "log").open("wb") as log:
-                process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            process = fork_server.CONTEXT.Process(target=play, args=(folder, *fault), daemon=True)
+            process.start()
             started.append((process, folder))
         deadline = time.monotonic() + 120
         while not all((folder / "port").exists() for _, folder in started):
@@ -66,7 +66,7 @@ def peers(root: Path, *faults: tuple[str, ...]) -> Iterator[list[Started]]:
     finally:
         for process, _ in started:
             process.kill()
-            process.wait()
+            process.join()
 
 
 @pytest.fixture(scope="module")

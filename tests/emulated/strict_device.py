@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -114,19 +115,23 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.device = device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's wrapper against it costs a tenth of a test's time."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             return self._dispatched(func, args, kwargs or {})
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
-        device, schema = self.device, func._schema
+        device = self.device
+        name, arguments, returns_views = _signature(func)
         used: list[tuple[torch.Tensor, bool]] = []
-        for place, argument in enumerate(schema.arguments):
-            value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
-            written = argument.alias_info is not None and argument.alias_info.is_write
+        for place, (named, keyword_only, written) in enumerate(arguments):
+            value = kwargs.get(named) if keyword_only or place >= len(args) else args[place]
             used += [(tensor, written) for tensor in _tensors(value)]
-        name = func._schema.name.partition("::")[2]
-        views = not any(written for _, written in used) and any(a.alias_info is not None for a in schema.returns)
+        views = returns_views and not any(written for _, written in used)
         self._check(name, used, views=views)
         if (given := kwargs.get("device")) is not None and _kind(given) == "cuda":
             kwargs = {**kwargs, "device": CPU}
@@ -166,6 +171,17 @@ class _Operations(TorchDispatchMode):
                 f"aten::{name} of tensors on both sides: device {shapes(here)}, host {shapes(host)}: "
                 "expected all tensors to be on the same device"
             )
+
+
+@cache
+def _signature(func: Any) -> tuple[str, list[tuple[str, bool, bool]], bool]:
+    """Of an operator: its name; of each argument the name, whether it is keyword-only and whether it is written; and
+    whether a result may be a view. Torch makes these objects anew whenever they are asked for."""
+    schema = func._schema
+    arguments = [
+        (one.name, one.kwarg_only, one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments
+    ]
+    return schema.name.partition("::")[2], arguments, any(one.alias_info is not None for one in schema.returns)
 
 
 def _is_late(args: Any, kwargs: Any) -> bool:

@@ -106,9 +106,9 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
         result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
         note(name, None if result is None else {name: value.numpy() for name, value in result[1].items()})
 
-    def update(name: str) -> None:
+    def update(name: str, steps: int = 2) -> None:
         # Two steps: only the second gathers weights while its forward runs.
-        reports = actor.update([batch, batch], PolicyObjective(), TEMPERATURE)
+        reports = actor.update([batch] * steps, PolicyObjective(), TEMPERATURE)
         note(name, np.array([[report.loss, report.grad_norm] for report in reports]))
 
     log_probs("log-probs")
@@ -120,12 +120,12 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
     log_probs("log-probs after two updates")
     gradient("gradient after two updates")
     actor.save_checkpoint(out / "two")
-    update("third update")
+    update("third update", 1)
     assert actor.begin_checkpoint(out / "three")
-    update("fourth update")
+    update("fourth update", 1)
     actor.finish_checkpoint()
     actor.load_checkpoint(out / "two")
-    update("third update again")
+    update("third update again", 1)
     sink = Kept(actor.device.device)
     actor.stream_weights(sink if place.rank == 0 else None, 20_000)
     note("weights", sink.held)
@@ -199,7 +199,7 @@ TENSOR = {"tensor": 2, "sequence_parallel": True}
 
 LAYOUTS = [
     pytest.param({"data": 2}, DISTRIBUTED, id="data"),
-    pytest.param(TENSOR, {}, id="tensor"),
+    pytest.param(TENSOR, {"micro_batch_tokens": 80}, id="tensor"),  # two micro-batches: each costs seconds
     pytest.param({"pipeline": 2, "virtual_pipeline": 2}, {}, id="virtual pipeline"),
 ]
 
@@ -265,7 +265,7 @@ def test_adapters_live_as_in_one_process(strict, gloo, layout, fields, model, da
 )
 def test_experts_live_as_in_one_process(strict, gloo, layout, fields, tmp_path):
     """Told ones: rounding would send some tokens elsewhere."""
-    model = save_tiny(tmp_path / "model", MIXTURE, tied=False)
+    model = save_tiny(tmp_path / "model", MIXTURE, tied=False, num_hidden_layers=2)
     told = columns(model)
     told = dataclasses.replace(told, responses=dataclasses.replace(told.responses, routing=foreign(told.responses)))
     fields = DISTRIBUTED | {"routing_replay": True} | fields

@@ -111,14 +111,16 @@ def test_trainer_and_servers_find_places_on_whole_nodes(constants):
     assert any(plan.case.config.actor.layout.world_size % 8 for plan in plans)
 
 
-LONG = {"qwen2.5_32b/h100_128", "qwen3_30b_a3b/h100_32", "qwen3_30b_a3b/h100_32_colocated"}
+QUICK = {f"qwen2.5_32b/{name}" for name in ("h100_16", "h100_32_colocated", "qwen2.5_7b_8gpu", "qwen2.5_1.5b_1gpu")}
+QUICK.add("qwen3_30b_a3b/h100_16")
+"""One of each kind: dense and of experts, apart and colocated, below a node."""
 NAMES = [f"{file.parent.name}/{file.stem}" for folder in (RECIPES, MIXTURES) for file in sorted(folder.glob("*.yaml"))]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name in NAMES
         if not name.endswith(("paper", "verl"))
     ],

@@ -80,10 +80,11 @@ def test_what_is_no_answer_in_the_form_does_not(form, response):
         (TAGS, r"(?im)answer\s*:(.*)$", r"<answer>\1</answer>"),
     ],
 )
-def test_the_labelled_table_in_another_form_brings_no_false_credit(form, found, put):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_labelled_table_in_another_form_brings_no_false_credit(form, found, put, every):
     right = wrong = 0
     differing = []
-    for case in load_cases():
+    for case in load_cases()[::every]:
         response = re.sub(found, put, case.response)
         if response == case.response or case.group == "placeholder":
             continue
@@ -93,8 +94,8 @@ def test_the_labelled_table_in_another_form_brings_no_false_credit(form, found, 
             differing.append(case.response)
     # Words before the mark that the rewriting makes part of no sentence.
     assert set(differing) <= {"Not the answer: 42", "Suppose the answer: 4. Contradiction."}
-    assert right > 1600
-    assert wrong > 1500
+    assert right > 1600 / every * 0.9
+    assert wrong > 1500 / every * 0.9
 
 
 def test_such_a_verifier_is_a_built_in_one():

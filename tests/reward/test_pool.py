@@ -134,7 +134,7 @@ def test_fast_verdicts_flow_while_others_hang(make_pool):
 
     async def race() -> None:
         await pool.verify([ask("Answer: 42")])
-        hanging = asyncio.create_task(pool.verify([hostile("hang")]))
+        hanging = asyncio.create_task(pool.verify([hostile("sleep", "600")]))
         await asyncio.sleep(0.3)
         for _ in range(20):
             assert all(verdict.accuracy for verdict in await pool.verify([ask("Answer: 42")] * 50))
@@ -206,7 +206,7 @@ def test_close_wakes_who_waits_and_leaves_no_process(make_pool):
     pids = pool.worker_pids()
 
     async def closed_while_waiting() -> None:
-        waiting = asyncio.create_task(pool.verify([hostile("hang")]))
+        waiting = asyncio.create_task(pool.verify([hostile("sleep", "600")]))
         await asyncio.sleep(0.5)
         await asyncio.to_thread(pool.close)
         await waiting
@@ -226,7 +226,7 @@ def test_a_cancelled_call_is_not_worked_off(make_pool):
 
     async def cancel() -> float:
         await pool.verify([ask("Answer: 42")])
-        given_up = asyncio.create_task(pool.verify([hostile("hang")] * 50))
+        given_up = asyncio.create_task(pool.verify([hostile("sleep", "600")] * 50))
         await asyncio.sleep(0.2)
         given_up.cancel()
         start = time.monotonic()
@@ -258,7 +258,7 @@ def test_timeouts_are_progress(make_pool, monkeypatch):
     """Verdicts that all time out end no run, though together they take longer than any single one may."""
     monkeypatch.setattr(pool_module, "START_LIMIT_S", 1.0)
     monkeypatch.setattr(pool_module, "_LOOK_EVERY_S", 0.1)
-    verdicts = verify(make_pool(workers=1, timeout_s=1.0), *[hostile("hang")] * 7)
+    verdicts = verify(make_pool(workers=1, timeout_s=1.0), *[hostile("sleep", "600")] * 7)
     assert [verdict.error for verdict in verdicts] == ["timeout"] * 7
 
 

@@ -1,9 +1,4 @@
-"""A stand-in for a server's end of a weight sync, as a process of its own: it keeps what it is sent.
-
-`python -m tests.rollout.peer FOLDER [FAULT BUCKET]`: writes its port to FOLDER/port, and to FOLDER/held.safetensors
-what it holds whenever weights get their label. FAULT: exit, hang or refuse at bucket BUCKET (0 is the first one); the
-joining of a group is bucket -1.
-"""
+"""A stand-in for a server's end of a weight sync, as a process of its own (`play`): it keeps what it is sent."""
 
 import asyncio
 import base64
@@ -11,7 +6,6 @@ import io
 import os
 import pickle
 import re
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -137,7 +131,15 @@ async def serve(peer: Peer) -> None:
     await asyncio.sleep(600)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def play(folder: Path, fault: str = "", at: int = 0) -> None:
+    """Of a forked process, until it is killed. Writes its port to `folder`/port, and to `folder`/held.safetensors what
+    it holds whenever weights get their label.
+
+    Args:
+        fault: exit, hang or refuse at bucket `at` (0 is the first one); the joining of a group is bucket -1.
+    """
+    with (folder / "log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    asyncio.run(serve(Peer(folder, *sys.argv[2:3], *map(int, sys.argv[3:4]))))
+    asyncio.run(serve(Peer(folder, fault, at)))

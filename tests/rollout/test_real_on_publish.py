@@ -200,7 +200,7 @@ def test_thinking_is_interrupted_and_a_carried_response_goes_on(
     assert gap(carried, expected_rest, slice(cut, None)) < 1e-4
 
 
-@pytest.mark.parametrize("pause", ["in_place", "retract"])
+@pytest.mark.parametrize("pause", [pytest.param("in_place", marks=pytest.mark.slow), "retract"])
 def test_why_running_requests_are_never_paused(place: Place, other: tuple[Path, torch.nn.Module], pause: str) -> None:
     """SGLang's own pause: tokens of the old weights come out under the new label, and the cache cannot be flushed, so
     that a retracted request finds its prompt's old keys and values. If this fails with a newer SGLang, `recompute` and
