@@ -34,14 +34,13 @@ class SpeculativeConfig:
     """Section `rollout.speculative`: servers on GPUs check several drafted tokens in one forward pass."""
 
     algorithm: Literal["off", "ngram", "eagle", "eagle3", "standalone"] = "off"
-    """SGLang's `--speculative-algorithm`. `ngram` drafts what followed the same tokens before, the others by
-    `draft_model`. Responses keep their distribution and their log-probs; only GPUs can do it."""
+    """SGLang's `--speculative-algorithm` (docs/run_modes.md)."""
 
     draft_model: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the draft model, in Hugging Face layout. It is not trained."""
+    """Its folder, in Hugging Face layout."""
 
     draft_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Tokens checked in a forward pass. None: as many as SGLang takes."""
+    """Checked in a forward pass. None: SGLang's choice."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
