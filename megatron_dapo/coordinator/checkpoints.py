@@ -294,8 +294,8 @@ class Checkpoints:
 
     async def _save_in_time(self, progress: Progress, look: Look, over: "asyncio.Future[None]") -> None:
         while (every := 60 * self.config.checkpoint_minutes) and not over.done():
-            due = every + max(self._state_of, self._rollout_of)
-            await asyncio.wait([over], timeout=max(due - self.clock(), POLL_S))
+            left = every + max(self._state_of, self._rollout_of) - self.clock()
+            await asyncio.wait([over], timeout=max(left, POLL_S))
             if not over.done():
                 await self._save_rollout(progress, look)
 

@@ -150,9 +150,8 @@ class DynamicSampler:
         done = self._restored | self._saved
         done |= {position: (each.group.result(), each.version) for position, each in sent.items() if each.finished}
         versions = self._begun | {position: each.version for position, each in sent.items()}
-        drawn = [self._unfinished(position, by) for position, by in versions.items() if position not in done]
         carried, sent_with = tuple(group for group, _ in done.values()), tuple(version for _, version in done.values())
-        unfinished = tuple(group for group in drawn if group is not None)
+        unfinished = tuple(one for at, by in versions.items() if at not in done and (one := self._unfinished(at, by)))
         return self._left or replace(self._begin, carried=carried, sent_with=sent_with, unfinished=unfinished)
 
     async def fill(

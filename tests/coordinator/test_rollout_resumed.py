@@ -96,9 +96,11 @@ class Run:
 
     async def cut(self, sampler, step, second, state, *, killed):
         """Ends a life in the middle of `step`. Returns the positions that were saved as finished."""
-        filling = self.fill(sampler, step)
+        before, filling = set(self.writers.made.elements()), self.fill(sampler, step)
         await asyncio.wait([filling], timeout=second)
-        saved = sampler.under_way()
+        saved, made = sampler.under_way(), set(self.writers.made.elements()) - before
+        there = {(each.position, by) for each, by in zip(saved.carried, saved.sent_with, strict=True)}
+        assert filling.done() or made <= there, "given up when the batch was full"
         if killed:
             await asyncio.wait([filling], timeout=7)  # lost
         filling.cancel()
@@ -148,6 +150,16 @@ def test_a_rollout_that_is_cut_gives_the_batches_of_one_that_ran_through(tmp_pat
             trained = [event["prompt"] for event in effective_events(events) if event["event"] == "trained"]
             assert trained == [position for batch in whole for position in batch[0]]
     assert saved > 50
+
+
+def test_what_has_become_too_old_by_then_is_drawn_again(tmp_path):
+    """A resume may lower `max_staleness`."""
+    finished = tuple((group(at, 2, 5, version=at % 3), at % 3) for at in range(PROMPTS))
+    run = Run(tmp_path / "run", 0, {"max_staleness": 1})
+    batch = ran(run.sampler(replace(START, next=PROMPTS, drawn=finished)).fill(3, 2))
+    drawn = {each.position for each in batch.generated if (each.position, 2) in run.writers.made}
+    assert drawn & set(range(PROMPTS)) == {0, 3, 6}
+    assert {each.weight_version for each in batch.kept} == {1, 2}
 
 
 def test_what_a_stop_before_the_first_answer_finds_stays_as_it_was(tmp_path):
