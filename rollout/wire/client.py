@@ -9,25 +9,18 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 import orjson
+from aiohttp.http import HttpProcessingError
 
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.generation import SamplingParams
+from rollout.wire.connections import Answer, Connections
 from rollout.wire.reply import MEDIA_TYPE, Reply, StreamedError, join_segments, only_new, read_parts
-
-KEEP_ALIVE_S = 2.0
-"""The server closes idle connections after 5 s; a client that keeps them longer writes into a closing one."""
-
-READ_AHEAD = 1 << 26
-"""Bytes of an answer that may wait to be read. With aiohttp's own 64 KiB a long answer stalls its connection. A
-server-sent event may be twice as long: 3 million tokens, or 60,000 with the experts of 48 layers."""
 
 _ALTERING = ("speculative_algorithm", "quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _FORGETFUL = ("disable_radix_cache", "strip_thinking_cache", "enable_deterministic_inference")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
-_PLAIN = {"Content-Type": "application/json"}
-_FRAMES = {**_PLAIN, "Accept": MEDIA_TYPE}
-"""Always sent to /generate. A server that has no frames answers in JSON; the content type tells which."""
+_ANY = "*/*"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,18 +71,11 @@ class SglangClient:
         self.url = url.rstrip("/")
         self.request_deadline_s = request_deadline_s
         self.control_deadline_s = control_deadline_s
-        # Neither a proxy from the environment nor cookies: servers are addressed directly.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            read_bufsize=READ_AHEAD,
-            timeout=aiohttp.ClientTimeout(),
-        )
+        self._connections = Connections(self.url, api_key)
 
     async def close(self) -> None:
         """Closes the connections. Running and later calls end in ServerUnavailable."""
-        await self._session.close()
+        self._connections.close()
 
     async def generate(
         self,
@@ -133,7 +119,8 @@ class SglangClient:
         received = [] if segments is None else segments
         complete = False
         deadline_s = self.request_deadline_s + self.control_deadline_s
-        async with self._answer("/generate", body, deadline_s, _FRAMES) as response:
+        # A server that has no frames answers in JSON; the content type tells which.
+        async with self._answer("/generate", body, deadline_s, MEDIA_TYPE) as response:
             try:
                 async for segment, ends in read_parts(response):
                     received.append(only_new(segment, received))
@@ -286,39 +273,30 @@ class SglangClient:
     async def _call(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None) -> bytes:
         """The body of a 200 answer."""
         async with self._answer(path, body, deadline_s) as response:
-            return await response.read()
+            return await response.content.read()
 
     def _unreadable(self, path: str, error: Exception) -> ServerUnavailable:
         return ServerUnavailable(f"{self.url}{path}: cannot read the answer: {type(error).__name__}: {error}")
 
     @asynccontextmanager
     async def _answer(
-        self, path: str, body: Mapping[str, Any] | None, deadline_s: float | None, headers: Mapping[str, str] = _PLAIN
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self, path: str, body: Mapping[str, Any] | None, deadline_s: float | None, accept: str = _ANY
+    ) -> AsyncIterator[Answer]:
         """A 200 answer, to GET without a `body`, else to POST. It is read inside; whatever fails becomes one of the two
         errors."""
-        if self._session.closed:  # the call was created before the server's restart and runs only now
+        if self._connections.closed:  # the call was created before the server's restart and runs only now
             raise ServerUnavailable(f"{self.url}{path}: the client was closed")
         deadline_s = self.control_deadline_s if deadline_s is None else deadline_s
+        content = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            # Not aiohttp's own deadline: it swallows a cancellation that comes at the same time (its issue 5979), and
-            # after a pause of the event loop a cancelled task would run on for ever.
-            async with (
-                asyncio.timeout(deadline_s),
-                self._session.request(
-                    "GET" if body is None else "POST",
-                    self.url + path,
-                    data=None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
-                    headers=headers,
-                ) as response,
-            ):
-                if response.status != 200:
-                    words = (await response.read()).decode(errors="replace")[:1000]
-                    raise _error_for(response.status)(f"{self.url}{path}: {response.status}: {words}")
-                yield response
+            async with asyncio.timeout(deadline_s), self._connections.ask(path, content, accept) as answer:
+                if answer.status != 200:
+                    words = (await answer.content.read()).decode(errors="replace")[:1000]
+                    raise _error_for(answer.status)(f"{self.url}{path}: {answer.status}: {words}")
+                yield answer
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
 

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from rollout.generation import FinishReason, RoutingShape
+from rollout.wire.connections import Answer
 
 MEDIA_TYPE = "application/vnd.megatron-dapo.segments"
 """Of frames."""
@@ -192,7 +193,7 @@ def read_frame(content: bytes) -> tuple[Reply, bool]:
     return _reply(_SEGMENT.decode(content))
 
 
-async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[Reply, bool]]:
+async def read_parts(response: Answer) -> AsyncIterator[tuple[Reply, bool]]:
     """An answer, part by part as `read_part`, in whatever way it was sent; one that is not streamed has one part."""
     if response.content_type == MEDIA_TYPE:
         async for content in frames(response.content):
@@ -201,7 +202,7 @@ async def read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[Re
         async for content in events(response.content):
             yield read_part(content)
     else:
-        yield read_part(await response.read())
+        yield read_part(await response.content.read())
 
 
 def _segment(answer: _Answer) -> Segment:
