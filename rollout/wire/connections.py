@@ -53,6 +53,7 @@ class Connections:
         if connection is None:  # one without an answer in its queue counts as false
             connection = await self._opened()
         self._busy.add(connection)
+        answered = False
         try:
             assert connection.transport is not None
             connection.set_response_params(read_until_eof=True, read_bufsize=READ_AHEAD)
@@ -63,10 +64,11 @@ class Connections:
             while message.code < 200:
                 message, content = await connection.read()
             kind = message.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            answered = True
             yield Answer(message.code, kind, content)
         finally:
             self._busy.discard(connection)
-            if connection.should_close or self.closed:
+            if connection.should_close or self.closed or not answered:
                 connection.abort()
             else:
                 self._idle.append((time.monotonic(), connection))
