@@ -34,7 +34,7 @@ class Connections:
         """Made in the event loop that it is used in."""
         address = urlsplit(url)
         self._tls = address.scheme == "https"
-        self._host, self._port = address.hostname, address.port or (443 if self._tls else 80)
+        self._host, self._port = str(address.hostname), address.port or (443 if self._tls else 80)
         self._headers = f"HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
         self._headers += f"Authorization: Bearer {api_key}\r\n" if api_key is not None else ""
         self._loop = asyncio.get_running_loop()
