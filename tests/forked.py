@@ -1,5 +1,6 @@
 """What the processes of `fork_server` have imported when they begin."""
 
+import gc
 import warnings
 
 from megatron_dapo.actor.device import prepare
@@ -23,3 +24,5 @@ import megatron_dapo.actor.weights.lora  # noqa: E402, F401
 import tests.emulated.played_server  # noqa: E402
 import tests.emulated.played_trainer  # noqa: E402
 import tests.rollout.peer  # noqa: E402, F401
+
+gc.freeze()  # what is imported stays: each fork's collections would look through it, and copy its pages

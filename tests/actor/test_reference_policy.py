@@ -26,7 +26,7 @@ def run(place: RankPlace, folder: Path, layout: dict[str, Any], look: bool) -> l
     return results
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow), {"data": 2}], ids=str)
 def test_the_reference_stays_and_training_does_not_notice(gloo, layout, tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen3", tied=True)
     ranks = int(np.prod([*layout.values(), 1]))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config.actor_config import LoraConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
-from tests.actor.gloo import shared_pool
+from tests.actor.gloo import ForkedRanks, shared_pool
 from tests.actor.tiny import save_tiny
 from tools.convert_checkpoint import import_megatron, main
 
@@ -64,7 +64,8 @@ def test_a_checkpoint_of_adapters_gives_what_the_run_exports(tmp_path, family, t
     assert {name.split(".")[-2] for name in changed} == set(LoraConfig(**lora).modules)
 
 
-def test_another_base_and_verify_are_refused(tmp_path, capfd):
+def test_another_base_and_verify_are_refused(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("tools.convert_checkpoint.RankPool", ForkedRanks)
     base, other = save_tiny(tmp_path / "base", "qwen2", tied=True), tmp_path / "other"
     step = run_of(base, {}, "float32", {"rank": 4}, tmp_path / "run") / "checkpoints/step_1"
     shutil.copytree(base, other)
