@@ -10,8 +10,7 @@ remember is in the conversation, or in `state`. Nothing here is imported from ou
 
 import inspect
 import json
-from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,17 +35,10 @@ class Turn:
     response: str
     observation: str = ""
     """Empty for the newest turn."""
-    token_ids: Sequence[int] = ()
-    """What the model drew, its end of turn included. An environment gets a tuple; before, an array takes less room."""
+    token_ids: tuple[int, ...] = ()
+    """What the model drew, its end of turn included."""
     role: str = "user"
     """Of the observation."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _turn, (self.response, self.observation, array("i", self.token_ids).tobytes(), self.role)
-
-
-def _turn(response: str, observation: str, ids: bytes, role: str) -> Turn:
-    return Turn(response, observation, tuple(array("i", ids)), role)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,20 +156,16 @@ class Generation:
         return np.delete(self.token_ids, np.concatenate(given)) if given else self.token_ids
 
     def followed_by(self, rest: "Generation", given: Sequence[int] = ()) -> "Generation":
-        """This, then the rest, which decides how it ends, then `given` (K ids, not drawn). The rest's prompt is what
-        stands before it, and so its routing has all rows."""
+        """This, then `given` (K ids, not drawn), then the rest, which decides how it ends. Its prompt is what stands
+        before it, and so its routing has all rows."""
         at = self.token_ids.size
-        runs = [(at + first, tokens) for first, tokens in rest.given]
-        runs += [(at + rest.token_ids.size, len(given))] if given else []
-        return Generation(
-            request_id=self.request_id,
-            token_ids=np.concatenate([self.token_ids, rest.token_ids, np.array(given, np.int32)]),
-            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
-            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
-            finish_reason=rest.finish_reason,
-            given=(*self.given, *runs),
-            routing=self.routing if rest.routing is None else rest.routing,
-        )
+        runs = [(at, len(given))] if given else []
+        runs += [(at + len(given) + first, tokens) for first, tokens in rest.given]
+        columns = ("log_probs", "weight_versions")
+        joined: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(rest, name)]) for name in columns}
+        joined["routing"] = self.routing if rest.routing is None else rest.routing
+        joined["token_ids"] = np.concatenate([self.token_ids, np.array(given, np.int32), rest.token_ids])
+        return replace(self, **joined, given=(*self.given, *runs), finish_reason=rest.finish_reason)
 
     def cut(self, at: int) -> tuple["Generation", "Generation"]:
         """The tokens before place `at`, the end of the last run that was given, and those behind it; both with all rows

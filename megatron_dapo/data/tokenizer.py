@@ -52,15 +52,7 @@ class TextTools:
         return behind[len(self._seam) :] if behind and behind[: len(self._seam)] == self._seam else self._ids(said)
 
     def _ids(self, said: str) -> list[int]:
-        if self._backend is None:
-            return list(self.tokenizer.encode(said, add_special_tokens=False))
-        return self._backend.encode(said, add_special_tokens=False).ids
-
-    @cached_property
-    def _backend(self) -> Any:
-        """The tokenizer's core, if it has one: its own `encode` hands even one text to a pool of threads, and waits."""
-        self.tokenizer.encode("", add_special_tokens=False)  # turns off what its file says of truncation and padding
-        return getattr(self.tokenizer, "backend_tokenizer", None)
+        return list(self.tokenizer.encode(said, add_special_tokens=False))
 
     @cached_property
     def _seam(self) -> list[int]:

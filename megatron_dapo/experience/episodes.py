@@ -6,7 +6,6 @@ The model's own tokens are never made anew from text. So the template must be on
 earlier turn as it was, its thinking too. It is tried on small conversations before anything is started.
 """
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
@@ -227,13 +226,12 @@ class Play:
 
     def generation(self, newest: Generation) -> Generation:
         """All turns, with what is known of the newest one."""
-        if self.before is not None:
-            return self.before.followed_by(newest)
-        return newest if self.rules is None else replace(newest, request_id=self.whole.request_id)
+        whole = self.before.followed_by(newest) if self.before else newest
+        return whole if self.rules is None else replace(whole, request_id=self.whole.request_id)
 
     def episode(self, text: str) -> Episode:
         """For the environment. `text`: of the newest turn."""
-        newest = Turn(text, token_ids=array("i", self.done.token_ids.tobytes()))
+        newest = Turn(text, token_ids=tuple(self.done.token_ids.tolist()))
         return Episode(self.prompt.text, self.prompt.answer, (*self.said, newest), self.state, self.last)
 
     def settle(self, stepped: Stepped, text: str) -> bool:
@@ -246,7 +244,7 @@ class Play:
             self.turn_rewards += said.reward
             if not self.last:
                 read, given = self.rules.fit(said, self.prompt.chat, int(self.done.token_ids[-1]))
-                self.before = (self.before or nothing_drawn(self.whole.request_id)).followed_by(self.done, given)
+                self.before = self.generation(self.done).followed_by(nothing_drawn(""), given)
                 self.earlier.append(EarlierTurn(text, read, said.role, said.reward, error))
                 self.said.append(turn_of(self.earlier[-1], self.done.token_ids))
                 self.newest, self.state = None, said.state
@@ -276,7 +274,7 @@ class Play:
 
 def turn_of(turn: EarlierTurn, ids: np.ndarray) -> Turn:
     """As the environment gets it. `ids`: int32, what was drawn."""
-    return Turn(turn.response, turn.observation, array("i", ids.tobytes()), turn.role)
+    return Turn(turn.response, turn.observation, tuple(ids.tolist()), turn.role)
 
 
 def drawn_turns(generation: Generation) -> list[np.ndarray]:

@@ -109,7 +109,7 @@ async def _answered(
 ) -> Any:
     """The service's answer as `read` takes it, which raises _Refused for what is none. Raises _Refused: there is none
     by the deadline."""
-    body = json.dumps(asked, default=list).encode("ascii")  # lone surrogates of a response pass as JSON escapes
+    body = json.dumps(asked).encode("ascii")  # lone surrogates of a response pass as JSON escapes
     began, pause, attempts = time.monotonic(), FIRST_PAUSE_S, 0
     while True:
         attempts += 1

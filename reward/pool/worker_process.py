@@ -29,7 +29,7 @@ START_LIMIT_S = 120.0
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LOG_TAIL = 2000
-_READ_AHEAD, _PART_BYTES = 1 << 14, 1 << 20
+_PART_BYTES = 1 << 20
 
 
 def worker_environment(config: RewardConfig) -> dict[str, str]:
@@ -59,8 +59,6 @@ class WorkerProcess:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
-        self._received = bytearray()
-        """Not yet taken."""
         self._used = False
         self._imported = set[str]()
         """What slow jobs needed before, as `needed`."""
@@ -143,15 +141,13 @@ class WorkerProcess:
         return decode_reply(await self._read(length))
 
     async def _read(self, size: int) -> bytes:
-        while (missing := size - len(self._received)) > 0:
-            most = min(max(missing, _READ_AHEAD), _PART_BYTES)
-            part = await asyncio.get_running_loop().sock_recv(self._socket, most)
+        received = bytearray()
+        while len(received) < size:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(size - len(received), _PART_BYTES))
             if not part:
                 raise EOFError("the other end is closed")
-            self._received += part
-        content = bytes(self._received[:size])
-        del self._received[:size]
-        return content
+            received += part
+        return bytes(received)
 
     async def _death(self) -> str:
         """`worker died (signal 11)`, for a process whose connection broke."""

@@ -157,27 +157,15 @@ class Member:
         Raises:
             ServerUnavailable: the server went DOWN meanwhile, or failed.
         """
-        task, failure, why = asyncio.current_task(), failure or self._down, list[str]()
-        assert task is not None
-        before, over = task.cancelling(), False
-
-        def failed(future: "asyncio.Future[str]") -> None:
-            if not over:
-                why.append(future.result())
-                task.cancel()
-
-        failure.add_done_callback(failed)
+        task, failure = asyncio.ensure_future(coroutine), failure or self._down
+        either: set[asyncio.Future[Any]] = {task, failure}
         try:
-            return await coroutine
-        except asyncio.CancelledError:  # a task of its own for each call would cost more; as in `asyncio.timeout`
-            if why and task.cancelling() <= before + 1:
-                raise ServerUnavailable(f"{self.url}: {why[0]}") from None
-            raise
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ServerUnavailable(f"{self.url}: {failure.result()}")
+            return task.result()
         finally:
-            over = True
-            failure.remove_done_callback(failed)
-            if why:
-                task.uncancel()
+            task.cancel()
 
 
 async def end_all(tasks: "Sequence[asyncio.Future[Any]]") -> None:

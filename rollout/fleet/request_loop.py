@@ -15,10 +15,9 @@ An attempt ends in one of four ways:
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -172,9 +171,6 @@ class RequestLoop:
     _drawn: int = field(default=0, init=False)
     """Tokens of all answers."""
     _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
-    _rids: str = field(default_factory=lambda: uuid.uuid4().hex, init=False)
-    """How the names of all calls begin; each has its number behind."""
-    _calls: Iterator[int] = field(default_factory=count, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
@@ -272,9 +268,7 @@ class RequestLoop:
             member.drawing -= 1
             response.streaming = None
         if reply is not None:
-            routing = reply.routing
-            if routing is not None:
-                reply = replace(reply, routing=None)
+            routing, reply = reply.routing, replace(reply, routing=None)
             response.add(reply, version, routing)
             self._drawn += reply.token_ids.size
             part = ServedPart(
@@ -304,10 +298,8 @@ class RequestLoop:
             segments: filled with what the server streams.
         """
         assert member.info is not None
-        rid, request = f"{self._rids}{next(self._calls):012x}", response.request
-        sampling, stretch = request.sampling, response.stretch
-        if stretch != sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=stretch)
+        rid, request = uuid.uuid4().hex, response.request
+        sampling = replace(request.sampling, max_new_tokens=response.stretch)
         # Where seeds count, a server uses one fixed seed for all requests without: equal prompts, equal responses.
         seed = request.seed if member.info.deterministic else None
         # Deterministic responses are not streamed: what a server did not finish is drawn again.
@@ -353,9 +345,8 @@ class RequestLoop:
             raise ServerUnavailable(f"{member.url}: {problem}")
         try:
             check_reply(reply, asked=asked, vocab_size=self.vocab_size)
-            request = response.request
+            request, tokens = response.request, response.prompt_ids.size + reply.token_ids.size
             if request.routing is not None:
-                tokens = response.prompt_ids.size + reply.token_ids.size
                 rows = routing_of(reply, request.routing, request.request_id, response.routed, tokens)
                 reply = replace(reply, routing=rows)
         except ValueError as error:
@@ -375,9 +366,9 @@ class RequestLoop:
         sampling = request.sampling
         others = [*sampling.stop_token_ids, *(sampling.logit_bias or ())]
         others += sampling.thinking.end_ids if sampling.thinking is not None else ()
-        extremes = (int(request.prompt_ids.min()), int(request.prompt_ids.max()), *others)
-        outside = [token for token in extremes if not 0 <= token < self.vocab_size]
-        if outside:
+        ids = np.append(request.prompt_ids, np.array(others, np.int64))
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
             problem = f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}"
             raise ValueError(f"request {request.request_id}: {problem}: do tokenizer and model belong together?")
 

@@ -281,8 +281,6 @@ def only_new(segment: Reply, before: Sequence[Reply]) -> Reply:
         return segment
     new = max(0, segment.total - sum(each.token_ids.size for each in before))
     repeated = max(0, segment.token_ids.size - new)
-    if not repeated:
-        return segment
     return replace(segment, token_ids=segment.token_ids[repeated:], log_probs=segment.log_probs[repeated:])
 
 
@@ -314,7 +312,7 @@ def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:
         raise ValueError(f"no token, and yet ended by {reply.finish_reason.value!r}")
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"token ids {ids.min()} .. {ids.max()}, with a vocabulary of {vocab_size}")
-    if log_probs.size and not (log_probs.min() > -np.inf and log_probs.max() <= _ROUNDING):  # NaN: neither
+    if not (np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all():
         raise ValueError("log-probs that are not finite, or above 0")
 
 

@@ -155,15 +155,3 @@ def test_what_the_engine_ends_at_anyway_has_to_be_told_too(folder):
         load_text_tools(folder, (2,))
     with pytest.raises(TokenizerError, match="outside the vocabulary"):
         load_text_tools(folder, (2, 5, 10**6))
-
-
-def test_what_stands_between_turns_is_never_cut_or_filled_up(folder):
-    """Whatever the tokenizer's file says of the length of its texts."""
-    file = folder / "tokenizer.json"
-    rules = {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}}
-    pad = {"direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | rules | {"padding": {"strategy": {"Fixed": 64}, **pad}}))
-    text = load_text_tools(folder)
-    for said in ("1 + 2 = 3\n" * 9, "", "7"):
-        assert text.ids_behind(said) == text.tokenizer.encode(said, add_special_tokens=False)
-    assert text.tokenizer.decode(text.ids_behind("1 + 2 = 3\n" * 9)) == "1 + 2 = 3\n" * 9

@@ -3,14 +3,12 @@
 import asyncio
 import math
 import os
-import pickle
-from array import array
 
 import pytest
 
 from reward.check import check_environments
 from reward.config import RewardConfig
-from reward.environment import End, Episode, Observation, Step, Turn, checked, shortened
+from reward.environment import End, Episode, Observation, Turn, checked, shortened
 from reward.pool.messages import decode_reply
 from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, VerificationRequest, VerifierError
@@ -260,14 +258,6 @@ def test_an_environment_that_can_be_run_passes_the_trial_and_one_that_cannot_is_
         check_environments({"own": "evaluation.environment"}, RewardConfig())
     with pytest.raises(VerifierError, match=r"train.jsonl:1: the service is away"):
         check_environments({own("refuses"): "x"}, RewardConfig(), {own("refuses"): [("train.jsonl:1", "?", "7")]})
-
-
-def test_an_environment_gets_tuples_of_ids():
-    kept = (Turn("call", "5", array("i", [7, -1, 2**31 - 1]), "tool"), Turn("6", token_ids=array("i")))
-    sent = Step("own:it", Episode("p", "7", kept, state={"left": 2}, last=True))
-    ((got,), _) = pickle.loads(pickle.dumps(([sent], False), protocol=5))
-    turns = (Turn("call", "5", (7, -1, 2**31 - 1), "tool"), Turn("6", token_ids=()))
-    assert got == Step("own:it", Episode("p", "7", turns, state={"left": 2}, last=True))
 
 
 def test_a_conversation_reads_as_a_chat():

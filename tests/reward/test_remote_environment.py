@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from array import array
 from dataclasses import asdict
 
 import pytest
@@ -59,14 +58,13 @@ def asked_of(answer, *episodes, key=None, together=True, **options):
 def test_the_service_gets_the_whole_episode_and_its_outcome_is_the_environments(tmp_path):
     key = tmp_path / "key"
     key.write_text("abc\n")
-    right = Episode("Guess.", "7", (Turn("7 \ud83d"[0], token_ids=array("i", [5, 2])),), last=True)
+    right = Episode("Guess.", "7", (Turn("7 \ud83d"[0]),), last=True)
     (low, over), seen, keys = asked_of(guesses, EPISODE, right, key=key)
     assert low.outcome in (Observation("higher", state=1), Observation("higher", state=2))
     assert over.outcome == End(accuracy=True)
     assert (low.error, low.unjudged) == (None, False)
     assert json.loads(json.dumps(asdict(EPISODE))) in seen
     assert [set(each) for each in seen] == [{"prompt", "ground_truth", "turns", "state", "last"}] * 2
-    assert [5, 2] in [each["turns"][0]["token_ids"] for each in seen if each["last"]]
     assert set(keys) == {"Bearer abc"}
     (left,), _, keys = asked_of(lambda *_: {"outcome": None}, EPISODE)
     assert (left.outcome, left.error, keys) == (None, None, [None])

@@ -197,7 +197,7 @@ def test_frames_are_what_json_says(places: dict[str, Place], streamed: bool, mon
             await ask("too long", np.zeros(CONTEXT + 1, np.int32))
         with monkeypatch.context() as patch:
             read = Mock(side_effect=AssertionError("not asked for"))
-            patch.setattr("rollout.wire.client.MEDIA_TYPE", "application/json")
+            patch.setattr("rollout.wire.client._FRAMES", {"Content-Type": "application/json"})
             patch.setattr("rollout.wire.reply.read_frame", read)
             replies.append(await ask("json", one.prompt_ids))
             with pytest.raises(ServerRefused, match="longer than") as other:
