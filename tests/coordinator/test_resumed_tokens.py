@@ -19,7 +19,7 @@ from megatron_dapo.storage.ledger import Event, Ledger, effective_events, read_l
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import SamplingParams
+from rollout.generation import FinishReason, SamplingParams
 from tests.coordinator.scripted import scripted_prompts
 from tests.coordinator.test_faults import LastToken
 from tests.ledger_check import check_ledger
@@ -167,6 +167,12 @@ def check_went_on(state, admission, after):
     assert went_on > 0, "nothing was begun: the test shows nothing"
 
 
+def has_begun(state):
+    """Whether a response has some tokens and lacks others."""
+    answers = [one.generation for group in state.unfinished for one in group.responses]
+    return any(one.token_ids.size and one.finish_reason is FinishReason.ABORT for one in answers)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("lost", [False, True], ids=["stopped", "fleet lost"])
 def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
@@ -177,7 +183,7 @@ def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
 
     async def end(sampler, servers, step):
         filling = asyncio.ensure_future(sampler.fill(step, 0, ahead=ahead))
-        while len(sampler.under_way().carried) < 4:
+        while len(sampler.under_way().carried) < 4 or not has_begun(sampler.under_way()):
             await asyncio.sleep(0.01)
         assert not filling.done()
         for server in servers if lost else ():

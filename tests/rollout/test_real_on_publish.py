@@ -8,6 +8,7 @@ import copy
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations as pairs
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,11 @@ def gap(one: Generation, expected: np.ndarray, places: np.ndarray | slice = slic
     return float(np.abs(one.log_probs - expected)[places].max())
 
 
+def alike_at_first(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens before the first difference."""
+    return int(np.argmin(np.append(one == other, False)))
+
+
 @pytest.mark.parametrize("mode", ["restart", "recompute", "keep"])
 def test_tokens_have_the_version_that_drew_them(place: Place, near: tuple[Path, torch.nn.Module], mode: str) -> None:
     folder, changed = near
@@ -142,10 +148,12 @@ def test_tokens_have_the_version_that_drew_them(place: Place, near: tuple[Path, 
     again = [part for part in parts if part.request_id in {one.request_id for one in asked}]
     again = [part for part in again if part.prompt_tokens > PROMPT]
     assert len(again) == 2 * len(asked)
+    drawn = [answer.token_ids for answer in answers]
+    alike = max(alike_at_first(one, other) for group in (drawn[::2], drawn[1::2]) for one, other in pairs(group, 2))
     for part in again:
         assert part.cached_tokens is not None
-        # `keep` reads the last token alone; the others find at most the prompt, which another of the group has read.
-        assert part.cached_tokens == part.prompt_tokens - 1 if mode == "keep" else part.cached_tokens <= PROMPT
+        # `keep` reads the last token alone; the others find at most what another of the group has read.
+        assert part.cached_tokens == part.prompt_tokens - 1 if mode == "keep" else part.cached_tokens <= PROMPT + alike
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])

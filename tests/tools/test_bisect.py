@@ -26,7 +26,7 @@ def exit_code(source: Path, **options: object) -> int:
 
 def test_what_cannot_be_bisected_is_said(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match=r"no config\.yaml there"):
+    with pytest.raises(ConfigError, match=r"No such file"):
         bisect(tmp_path)
     shutil.copy(CONFIG, tmp_path / "config.yaml")
     with pytest.raises(EvaluationError, match="no weights in Hugging Face format"):
