@@ -1,7 +1,9 @@
 """Section `reward`: which rule judges a response and how long it may take."""
 
+import re
 from dataclasses import field
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -13,6 +15,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, 
 
 
 _HTTP_URL = TypeAdapter(AnyHttpUrl)
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
 def check_url(url: str) -> str:
@@ -23,6 +26,12 @@ def check_url(url: str) -> str:
         _HTTP_URL.validate_python(url)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
+    parts = urlsplit(url)
+    host = (parts.hostname or "").removesuffix(".")
+    if len(host) > 253 or not (":" in host or all(map(_LABEL.fullmatch, host.split(".")))):
+        raise ValueError(f"host {host[:80]!r} is not a host name")
+    if parts.port == 0:
+        raise ValueError("port 0 must be a number from 1 to 65535")
     return url
 
 

@@ -139,14 +139,14 @@ def key_file(config: Config, run_path: Path) -> Path | None:
 
 
 def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:
-    draft = config.rollout.speculative.draft_model and Path(config.rollout.speculative.draft_model).resolve()
+    draft = config.rollout.speculative.draft_model
     if config.rollout.speculates and not on_gpu:
-        raise PlacementError("rollout.speculative: SGLang draws from the distribution on GPUs alone; set algorithm=off")
-    if draft and not (draft / "config.json").is_file():
-        raise PlacementError(f"rollout.speculative.draft_model = {draft}: there is no config.json")
+        raise PlacementError(
+            "rollout.speculative.algorithm: on a CPU SGLang would draw the likeliest token alone; set it to off"
+        )
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),
-        draft_model=draft or None,
+        draft_model=Path(draft).resolve() if draft else None,
         device="cuda" if on_gpu else "cpu",
         dtype=config.model.dtype,
         fp32_head=config.model.upcasts_head,

@@ -242,7 +242,7 @@ def _of_speculation(config: Config) -> Iterator[str]:
     algorithm, model = f"rollout.speculative.algorithm = {speculative.algorithm}", speculative.draft_model
     if not rollout.speculates:
         if model or speculative.draft_tokens:
-            yield f"rollout.speculative.draft_model, draft_tokens: nothing reads them with {algorithm}; set that too"
+            yield f"rollout.speculative.draft_model, draft_tokens: {algorithm} reads neither; choose an algorithm"
         return
     if speculative.algorithm == "ngram" and model:
         yield f"rollout.speculative.draft_model = {model}: ngram drafts without a model; remove it"

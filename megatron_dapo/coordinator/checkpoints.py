@@ -69,8 +69,8 @@ class Progress:
     """Rollout step after which the KL term's reference was reset. 0: it holds the weights that the run began with."""
 
 
-JUDGED = ("reward.verifier", "reward.by_source", "algorithm.overlong.", "algorithm.turn_rewards")
-"""Keys that verdicts and rewards rest on."""
+JUDGED = ("reward.", "data.", "algorithm.overlong.", "algorithm.turn_rewards")
+"""Beginnings of keys that verdicts and rewards may rest on."""
 
 COUNTERS = ("rollout_step", "optimizer_step", "weight_version")
 CONTROL = ("entropy_coefficient", "reference_step")
@@ -125,7 +125,8 @@ async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
 
 
 def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], console: Console) -> SamplerState:
-    """The sampler's state of `progress`, a checkpoint's, and what was saved of the rollout after it.
+    """The sampler's state of `progress`, a checkpoint's, and what was saved of the rollout after it; without anything
+    that can be used, the same object.
 
     Args:
         changes: of the config, as `check_resume` gives them.
@@ -135,7 +136,6 @@ def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], co
     try:
         saved = load_progress(run_dir.rollout)
         if saved.rollout_step != progress.rollout_step or any(change.startswith(JUDGED) for change in changes):
-            run_dir.drop_rollout()
             raise GroupFileError(f"{run_dir.rollout}: other weights drew it, or other rules judged it")
     except GroupFileError as error:
         console.note(f"{error}; this rollout is drawn again, and nothing else is lost")

@@ -14,6 +14,7 @@ from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_p
 from megatron_dapo.data.records import check_file, heldout_files, training_files
 from megatron_dapo.data.tokenizer import TextTools, load_text_tools
 from megatron_dapo.experience.episodes import Rules, thinking_limit, turn_rules
+from megatron_dapo.monitor.writer import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
 from reward.registry import stated_form
 from rollout.generation import RoutingShape
@@ -43,6 +44,10 @@ def read_inputs(config: Config) -> Inputs:
     Raises:
         ConfigError, TokenizerError, DataError, VerifierError: what is wrong.
     """
+    check_wandb(config.monitor.wandb)
+    draft = config.rollout.speculative.draft_model
+    if draft and not (Path(draft) / "config.json").is_file():
+        raise ConfigError(f"rollout.speculative.draft_model = {draft}: there is no config.json; name a model's folder")
     for file in (*training_files(config.data), *heldout_files(config.data, config.evaluation)):
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     model = HFModelConfig.load(Path(config.model.path))

@@ -95,6 +95,7 @@ async def start_run(run: RunBase) -> RunContext:
         run.console.note(change)
     progress = await first_progress(config, run_dir)
     state = await asyncio.to_thread(with_rollout, progress, run_dir, changes, run.console)
+    goes_on = state is not progress.sampler
     if config.rollout.deterministic:  # which tokens an interruption or a kill leaves depends on timing
         state = replace(state, unfinished=())
     ledger = Ledger(run_dir.ledger)
@@ -111,7 +112,7 @@ async def start_run(run: RunBase) -> RunContext:
         mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
-    trainer, fleet, timeline, shared_gpu = await _services(run, progress)
+    trainer, fleet, timeline, shared_gpu = await _services(run, progress, goes_on=goes_on)
     handover = GpuHandover(config.run, fleet, trainer.device_memory, run.waits, report=run.console.note)
     checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
     await stack.enter_async_context(checkpoints)
@@ -159,7 +160,7 @@ async def start_run(run: RunBase) -> RunContext:
     )
 
 
-async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutFleet, Timeline, bool]:
+async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple[Trainer, RolloutFleet, Timeline, bool]:
     """Ray, trainer and servers, side by side where they can be; the record of what they do when; whether they share
     a GPU of this machine."""
     config, run_dir, note = run.config, run.run_dir, run.console.note
@@ -194,6 +195,8 @@ async def _services(run: RunBase, progress: Progress) -> tuple[Trainer, RolloutF
     run.stack.callback((run_dir.path / engines.KEY_FILE).unlink, missing_ok=True)
     run.stack.push_async_callback(fleet.close)
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
+    if not goes_on:  # before the config: to a later start it would look like one of this
+        run_dir.drop_rollout()
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
     plain = [f"{key.replace('_', ' ')} {value}" for key, value in described.items() if isinstance(value, str | int)]

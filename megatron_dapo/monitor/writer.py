@@ -5,6 +5,7 @@ To Weights & Biases as well, where `monitor.wandb.mode` asks for it; no code is 
 `monitor.wandb.samples` asks for it.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -29,6 +30,30 @@ ID_FILE = "wandb_id"
 """In the run directory: a resumed run goes on in the same place."""
 
 
+def check_wandb(config: WandbConfig) -> None:
+    """Whether it could be used, before anything is started.
+
+    Raises:
+        ConfigError: the package is not installed, or `online` has no key.
+    """
+    if config.mode == "off":
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
+            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
+        )
+    # As wandb itself, which brings it, looks for a login.
+    from requests.utils import get_netrc_auth
+
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if config.mode == "online" and not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(host)):
+        raise ConfigError(
+            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
+            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
+        )
+
+
 class WandbMirror:
     """One run on Weights & Biases, over rollout steps. Use as a context: its end says whether the run failed.
 
@@ -39,13 +64,11 @@ class WandbMirror:
         """`settings`: config key -> value, shown beside the curves.
 
         Raises:
-            ConfigError: the package is not installed; Weights & Biases refuses, has no key, or cannot be reached.
+            ConfigError: Weights & Biases refuses, or cannot be reached.
         """
-        try:
-            import wandb  # few runs use it
-        except ImportError:
-            remedy = "pip install 'megatron-dapo[wandb]', or set monitor.wandb.mode=off"
-            raise ConfigError(f"monitor.wandb.mode = {config.mode}: wandb is not installed; {remedy}") from None
+        # Imported here: few runs use it, and it need not be installed.
+        import wandb
+
         self._wandb, self._samples = wandb, config.samples
         file = run_dir / ID_FILE
         if not file.exists():

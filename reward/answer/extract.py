@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from reward.answer.text import ascii_lower, closing, patterns
+from reward.answer.number import read_number
+from reward.answer.text import ascii_lower, clean, closing, patterns
 
 LINE_LIMIT = 5000
 """Characters of a statement that are read; what goes beyond is no answer."""
@@ -21,6 +22,7 @@ _AFTERWARDS = 2000  # characters behind the last statement that are searched for
 _ATTEMPTS = 64  # statements that are looked at, from the end of the response on
 _RIVALS = 8  # statements that are looked at for a hedge
 
+_NUMERALS = re.compile(r"-?\d+(?:[.,]\d+)*")
 _BRACES = re.compile(r"(?<!\\)[{}]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
 
@@ -291,7 +293,13 @@ def is_retracted(text: str, after: int, stated: str) -> bool:
     tail = text[after : after + _AFTERWARDS]
     if not tail or tail.isspace():
         return False
-    restated = _PROSE["restated"].search(tail)
-    if restated and restated[1] not in stated:
-        return True
-    return any(not _PROSE["condition"].search(tail, 0, found.start()) for found in _PROSE["retraction"].finditer(tail))
+    taken_back = [*_PROSE["retraction"].finditer(tail)]
+    taken_back += [found for found in _PROSE["restated"].finditer(tail) if not _same_number(found[1], stated)]
+    return any(not _PROSE["condition"].search(tail, 0, found.start()) for found in taken_back)
+
+
+def _same_number(text: str, stated: str) -> bool:
+    """Whether the number is the one that is stated, or one of those in an expression."""
+    number, whole = read_number(text), read_number(clean(stated))
+    others = map(read_number, [] if whole else _NUMERALS.findall(stated))
+    return number is None or any(other is not None and number.value == other.value for other in (whole, *others))

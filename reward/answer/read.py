@@ -109,7 +109,7 @@ def _read_equation(text: str) -> Answer:
     sides = [strip_edges(side) for side in _PATTERNS["equals"].split(text)]
     if len(sides) == 1 or not sides[-1] or text.startswith("\\approx"):
         return Answer(text=text, body=text)
-    if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and read_number(sides[0]):
+    if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and sides[1] not in "ei" and read_number(sides[0]):
         sides.reverse()  # `5 = x`
     last = read(sides[-1])
     exact = "\\approx" not in text

@@ -41,6 +41,8 @@ def found(run_dir, at=BEGIN, changes=()):
     notes = []
     state = with_rollout(at, run_dir, changes, SimpleNamespace(note=notes.append))
     assert state.cursor == at.sampler.cursor
+    if state is at.sampler:  # as a run does once everything has started
+        run_dir.drop_rollout()
     return [each.position for each, _ in state.drawn], [each.position for each in state.unfinished], notes
 
 
@@ -220,7 +222,7 @@ def test_it_belongs_to_one_step(saved, at):
     assert found(saved) == ([], [], []), "nor may a run that comes there again, with other weights, use it"
 
 
-@pytest.mark.parametrize("key", ["reward.verifier", "reward.by_source", "algorithm.overlong.buffer"])
+@pytest.mark.parametrize("key", ["reward.verifier", "reward.by_source", "algorithm.overlong.buffer", "data.verifier_key"])
 def test_what_was_judged_by_other_rules_is_drawn_again(saved, key):
     line = "= 1 from here on; the run in run had 2"
     assert found(saved, changes=[f"rollout.memory_fraction {line}", f"algorithm.clip.high {line}"])[0] == [0, 1, 2]

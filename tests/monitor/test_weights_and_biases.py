@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases: refused in words where they could not get there; complete in offline mode."""
+"""Metrics to Weights & Biases: refused before a run starts where they could not get there; complete in offline mode."""
 
 import importlib.util
 import json
@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
-from megatron_dapo.monitor.writer import ID_FILE, MetricsWriter, WandbMirror
+from megatron_dapo.monitor.writer import ID_FILE, MetricsWriter, WandbMirror, check_wandb
+from tests.processes import ROOT, Running
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
 needs_wandb = pytest.mark.skipif(not HAS_WANDB, reason="the package wandb is not installed: pip install wandb")
@@ -47,18 +49,28 @@ print(json.dumps(found))
 """Reads what an offline run keeps, as `wandb sync` does; in a process of its own, for wandb's state is global."""
 
 
+def test_off_asks_for_nothing():
+    check_wandb(WandbConfig())
+
+
 @pytest.mark.skipif(HAS_WANDB, reason="wandb is installed here")
-def test_a_missing_package_is_said_in_words(tmp_path):
-    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'megatron-dapo\[wandb\]'"):
-        WandbMirror(WandbConfig(mode="offline"), tmp_path, {})
+def test_a_missing_package_is_said_before_anything_starts(tmp_path):
+    config = ROOT / "examples" / "quickstart" / "dapo.yaml"
+    arguments = ("train", str(config), f"run.dir={tmp_path / 'run'}", "monitor.wandb.mode=offline")
+    finished = Running(*arguments, log=tmp_path / "log.txt").finish(100)
+    assert finished.code == ExitCode.CONFIG
+    assert "the package wandb is not installed" in finished.output
+    assert not (tmp_path / "run").exists()
 
 
-@needs_wandb
 def test_online_without_a_key_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="wandb login"):
-        WandbMirror(WandbConfig(mode="online"), tmp_path, {})
+        check_wandb(WandbConfig(mode="online"))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    check_wandb(WandbConfig(mode="online"))
 
 
 def test_every_line_reaches_the_mirror(tmp_path):

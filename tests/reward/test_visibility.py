@@ -53,6 +53,8 @@ def test_a_percent_sign_opens_no_comment(percent):
         ("I made an error.", True), ("Scratch that.", True), ("My answer is not correct.", True),
         ("", False), ("This is right.", False), ("If n were odd, my answer is wrong.", False),
         ("Note that it is wrong to assume n = 1.", False), ("I have not made an error.", False),
+        ("No, the answer is 2.", True), ("But the answer is 42.0, no doubt.", False), ("But the answer is 042", False),
+        ("If it were so, no: the answer is 8.", False),
         ("No, the answer is 43.", True), ("Actually, it should be 43.", True), ("But the final answer is 42.", False),
         ("A common mistake is 41; that is wrong.", False), ("Is that wrong? No: 6 * 7 = 42.", False),
     ],

@@ -87,7 +87,7 @@ def test_what_cannot_be_together_with_it_is_refused(config_file: Path, other: st
     [
         ("rollout.extra_args=[--speculative-algorithm, EAGLE]", "set rollout.speculative.algorithm"),
         ("rollout.extra_args=[--speculative-accept-threshold-acc, '0.9']", "not be drawn from the model"),
-        ("rollout.speculative.draft_tokens=4", "draft_tokens: nothing reads them with"),
+        ("rollout.speculative.draft_tokens=4", "draft_tokens: rollout.speculative.algorithm = off reads neither"),
         ("rollout.speculative.algorithm=eagle", "set rollout.speculative.draft_model too"),
         ("rollout.speculative={algorithm: ngram, draft_model: x}", "draft_model = x: ngram drafts without a model"),
     ],
