@@ -186,18 +186,21 @@ def hold_port(config: RolloutConfig, index: int) -> socket.socket:
     Raises:
         ServerStartError: the configured port is taken, or no port of the host can be had.
     """
-    port = config.port + index if config.port else free_port(config.host)
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        held.bind((config.host, port))
-    except OSError as error:
-        held.close()
-        raise ServerStartError(
-            f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
-            f"({error.strerror or error}); choose another host or port, or port 0 for free ones"
-        ) from None
-    return held
+    problem, port = OSError(), config.port
+    for _ in range(1 if config.port else _PORT_ATTEMPTS):  # another run may take a free one first
+        port = config.port + index if config.port else free_port(config.host)
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((config.host, port))
+            return held
+        except OSError as error:
+            held.close()
+            problem = error
+    raise ServerStartError(
+        f"rollout.host = {config.host}, rollout.port = {config.port}: server {index} cannot listen on port {port} "
+        f"({problem.strerror or problem}); choose another host or port, or port 0 for free ones"
+    )
 
 
 def free_port(host: str) -> int:

@@ -222,7 +222,9 @@ def test_it_belongs_to_one_step(saved, at):
     assert found(saved) == ([], [], []), "nor may a run that comes there again, with other weights, use it"
 
 
-@pytest.mark.parametrize("key", ["reward.verifier", "reward.by_source", "algorithm.overlong.buffer", "data.verifier_key"])
+@pytest.mark.parametrize(
+    "key", ["reward.verifier", "reward.by_source", "algorithm.overlong.buffer", "data.verifier_key"]
+)
 def test_what_was_judged_by_other_rules_is_drawn_again(saved, key):
     line = "= 1 from here on; the run in run had 2"
     assert found(saved, changes=[f"rollout.memory_fraction {line}", f"algorithm.clip.high {line}"])[0] == [0, 1, 2]

@@ -194,6 +194,15 @@ def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
+def test_a_free_port_that_another_run_takes_first_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken, ports = other.getsockname()[1], [free_port("127.0.0.1")]
+        drawn = iter([taken, taken, *ports])
+        monkeypatch.setattr(engine, "free_port", lambda host: next(drawn))
+        with hold_port(RolloutConfig(), 0) as held:
+            assert held.getsockname()[1] == ports[0]
+
+
 def test_a_servers_port_is_its_own_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of one machine start servers in the same minute: the second finds the first one's port taken."""
     held = hold_port(RolloutConfig(), 0)
