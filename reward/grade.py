@@ -137,11 +137,14 @@ def parse_line(line: bytes, verifier: str) -> VerificationRequest:
     text = line.decode("utf-8", "replace").removeprefix("\ufeff")
     try:
         # As text: an int of 4300 digits would be too many, and 0.50 would lose its last one.
-        fields = _Line.model_validate(json.loads(text, parse_int=str, parse_float=str))
+        content = json.loads(text.strip(), parse_int=str, parse_float=str)
+        if not isinstance(content, dict):
+            raise TypeError(f"{type(content).__name__}")
+        fields = _Line.model_validate(content)
     except ValidationError as error:
         raise ValueError(_in_words(error)[:200]) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}"[:200]) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a JSON object: {error}"[:200]) from error
     name, prompt, truth = fields.verifier or verifier, fields.prompt or "", fields.ground_truth
     fast = find_named_by_data(name, {verifier}).fast
     if not isinstance(truth, str):

@@ -37,7 +37,7 @@ class SpeculativeConfig:
     """SGLang's `--speculative-algorithm` (docs/run_modes.md)."""
 
     draft_model: Annotated[str, Field(min_length=1)] | None = None
-    """Its folder, in Hugging Face layout."""
+    """Folder in Hugging Face layout."""
 
     draft_tokens: Annotated[int, Field(ge=2)] | None = None
     """Checked in a forward pass. None: SGLang's choice."""

@@ -64,6 +64,7 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
     again = "run.resume=true" if beat.rollout_steps else "the same command"  # an evaluation alone has no steps
     if beat.state != "running":
         how = {"stopped": f"stopped and saved, continue with {again}", "failed": "failed, see the last error"}
+        how["ended"] = f"ended at once, unsaved; continue with {again}"
         return False, f"{how.get(beat.state, beat.state)} {when}"
     process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
     if elsewhere and abs(age) <= STALE_S:

@@ -36,7 +36,7 @@ class Heartbeat:
     started: float
     written: float = 0.0
     state: str = "running"
-    """`running`, `finished`, `stopped` (by a signal) or `failed`."""
+    """`running`, `finished`, `stopped` (by a signal, saved), `ended` (by two) or `failed`."""
     rollout_steps: int
     waits: list[str] = field(default_factory=list)
     """Open waits when it was written, oldest first."""
@@ -100,8 +100,8 @@ async def heartbeat(folder: Path, waits: Waits, rollout_steps: int, console: Con
     try:
         yield beat
         beat.state = "finished"
-    except (StopRequested, asyncio.CancelledError):
-        beat.state = "stopped"
+    except (StopRequested, asyncio.CancelledError) as ending:
+        beat.state = "stopped" if isinstance(ending, StopRequested) else "ended"
         raise
     except BaseException as error:
         beat.state, beat.error, beat.error_at = "failed", f"{type(error).__name__}: {error}", time.time()

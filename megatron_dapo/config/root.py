@@ -81,6 +81,7 @@ class Config:
 
 
 MOST_RANKS = 1 << 20
+"""Of a layout: above it a digit is too many."""
 
 
 def contradictions(config: Config) -> Iterator[str]:

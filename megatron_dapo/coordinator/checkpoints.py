@@ -29,7 +29,7 @@ from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
-from megatron_dapo.cluster.waits import StopRequested, Waits
+from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator.batch import MismatchStop
@@ -72,6 +72,8 @@ class Progress:
 JUDGED = ("reward.", "data.", "algorithm.overlong.", "algorithm.turn_rewards")
 """Beginnings of keys that verdicts and rewards may rest on."""
 
+NOT_SAVED = "could not be saved"
+
 COUNTERS = ("rollout_step", "optimizer_step", "weight_version")
 CONTROL = ("entropy_coefficient", "reference_step")
 
@@ -105,7 +107,7 @@ def load_progress(folder: Path) -> Progress:
         state = SamplerState(carried=carried, history=history, unfinished=unfinished, **about)
         control = {name: extra[name] for name in CONTROL if name in extra}
         return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state, **control)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None
 
 
@@ -135,6 +137,8 @@ def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], co
         return progress.sampler
     try:
         saved = load_progress(run_dir.rollout)
+        if len(saved.sampler.carried) != len(saved.sampler.sent_with):
+            raise GroupFileError(f"{run_dir.rollout}: not every group has its weight version")
         if saved.rollout_step != progress.rollout_step or any(change.startswith(JUDGED) for change in changes):
             raise GroupFileError(f"{run_dir.rollout}: other weights drew it, or other rules judged it")
     except GroupFileError as error:
@@ -280,14 +284,14 @@ class Checkpoints:
                 over.set_result(None)
                 await saving
         except Exception as failure:
-            if not (updating or isinstance(failure, TrainerError | TrainerStalled)):  # else nobody is left who could
-                try:
+            try:
+                if not (updating or isinstance(failure, TrainerError | TrainerStalled)):  # else nobody can
                     await self.save(progress)
-                except Exception as error:
-                    if isinstance(failure, StopRequested):
-                        raise  # "stopped" says that everything is saved
-                    self.console.note(f"what stood before this step could not be saved: {error}")
-            await self._save_rollout(progress, look)
+                await self._save_rollout(progress, look)
+            except Exception as error:
+                if isinstance(failure, StopRequested):
+                    raise  # "stopped" says that everything is saved
+                self.console.note(f"what stood when this step ended {NOT_SAVED} ({type(error).__name__}: {error})")
             if isinstance(failure, MismatchStop):  # its tokens would stop the next run too
                 self.run_dir.drop_rollout()
             raise  # why the run ends
@@ -297,19 +301,23 @@ class Checkpoints:
             left = every + max(self._state_of, self._rollout_of) - self.clock()
             await asyncio.wait([over], timeout=max(left, POLL_S))
             if not over.done():
-                await self._save_rollout(progress, look)
+                try:
+                    await self._save_rollout(progress, look)
+                except Exception as error:  # the rollout goes on all the same
+                    self.console.note(f"what the rollout has {NOT_SAVED} ({type(error).__name__}: {error})")
 
     async def _save_rollout(self, progress: Progress, look: Look) -> None:
-        """Unless no resume would begin at `progress`. If it fails, the rollout goes on all the same."""
+        """Unless no resume would begin at `progress`."""
         self._rollout_of, deadline = self.clock(), self.config.step_deadline_s
-        try:
-            if newest_step(self.run_dir.path) == progress.rollout_step:
-                progress = replace(progress, sampler=look())
-                self.ledger.commit()  # an empty one would say that no run began here
-                with self.waits.register("save of the rollout", "the disk of run.dir", deadline):
-                    await asyncio.wait_for(asyncio.to_thread(self._write_rollout, progress), deadline)
-        except Exception as error:
-            self.console.note(f"what the rollout has could not be saved ({type(error).__name__}: {error})")
+        if newest_step(self.run_dir.path) == progress.rollout_step:
+            progress = replace(progress, sampler=look())
+            self.ledger.commit()  # an empty one would say that no run began here
+            with self.waits.register("save of the rollout", "the disk of run.dir", deadline):
+                writing = asyncio.to_thread(self._write_rollout, progress)
+                try:  # not `waits.wait_for`: a process that is lost ends that, and no disk needs one
+                    await asyncio.wait_for(writing, deadline)
+                except TimeoutError:
+                    raise Stalled(f"save of the rollout: the disk of run.dir took over {deadline:g} s") from None
 
     def _write_rollout(self, progress: Progress) -> None:
         aside = self.run_dir.aside(self.run_dir.rollout)

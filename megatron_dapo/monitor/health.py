@@ -208,7 +208,10 @@ def no_signal(run: HealthMonitor) -> str | None:
     return f"only {rate:.1%} of the groups have both right and wrong answers" if rate < 0.1 else None
 
 
-@_rule("Few groups get a full step.", "algorithm.dynamic_sampling.on_limit or algorithm.dynamic_sampling.filter")
+@_rule(
+    "A few groups get a full optimizer step (Algorithm 1 goes on sampling).",
+    "algorithm.dynamic_sampling.on_limit or algorithm.dynamic_sampling.filter",
+)
 def small_batch(run: HealthMonitor) -> str | None:
     share = run.now("sampling/batch_share")
     return f"only {share:.0%} of the wanted groups were trained on" if share < run.small_batch else None

@@ -46,7 +46,7 @@ class _Refused(Exception):
 
 
 class _Final(_Refused):
-    """One that no further attempt could mend."""
+    """One that no further attempt could get past."""
 
 
 async def verify(config: RemoteConfig, requests: Sequence[VerificationRequest]) -> list[Verdict]:

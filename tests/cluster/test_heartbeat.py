@@ -75,7 +75,7 @@ def test_the_newest_note_is_written_while_the_run_waits(run_dir, monkeypatch):
     [
         (None, "finished", None),
         (StopRequested(), "stopped", None),
-        (asyncio.CancelledError(), "stopped", None),
+        (asyncio.CancelledError(), "ended", None),
         (ValueError("no more\ndisk"), "failed", "ValueError: no more\ndisk"),
     ],
 )

@@ -10,9 +10,11 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress
 from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from megatron_dapo.storage.run_dir import newest_step
-from tests.end_to_end.test_kills import arguments, check_equal
+from tests.end_to_end.test_kills import arguments, check_equal, undisturbed
 from tests.ledger_check import check_ledger
 from tests.processes import Running
+
+__all__ = ["undisturbed"]  # pytest finds the fixture by its import
 
 STREAMED = (
     "run.mode=colocated",
@@ -23,14 +25,6 @@ STREAMED = (
 """Responses of which tokens are known before their end."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    finished = Running(*arguments(run_dir), log=run_dir.parent / "out.txt").finish(400)
-    assert finished.code == ExitCode.FINISHED, finished.output
-    return run_dir
 
 
 def ended_and_resumed(run_dir: Path, how: str, step: int, *more: str) -> tuple[Progress, str]:
