@@ -1,11 +1,13 @@
 """What the processes of `fork_server` have imported when they begin."""
 
 import gc
+import os
 import warnings
 
 from megatron_dapo.actor.device import prepare
 
 warnings.simplefilter("ignore")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forks of a process that has asked a driver for its GPUs cannot ask again
 prepare("cpu")  # before Megatron is imported
 
 import megatron.core.optimizer  # noqa: E402, F401

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 RECORD = "GPU_STAGE_RECORD"
+LONGEST = 1200
+"""Characters of a reason."""
 
 
 def write(**line: Any) -> None:
@@ -46,7 +48,12 @@ def _reason(report: pytest.TestReport) -> str:
     if report.skipped and isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    return "" if report.passed else str(crash.message if crash else report.longrepr)[:600]
+    return "" if report.passed else shortened(str(crash.message if crash else report.longrepr))
+
+
+def shortened(text: str) -> str:
+    """Beginning and end: the last line of a rank's traceback is its error."""
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 3]} ... {text[-2 * LONGEST // 3 :]}"
 
 
 @pytest.fixture(scope="session")
