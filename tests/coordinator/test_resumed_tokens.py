@@ -237,6 +237,7 @@ def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
             async with life(tmp_path, state, 20 * number + 10, mode=mode) as (sampler, ledger, after):
                 continued = [one.position for one in (*state.unfinished, *(group for group, _ in state.drawn))]
                 ledger.record(Event.RESUMED, rollout_step=step - 1, weight_version=0, continued=continued)
+                assert sampler.under_way().unfinished == state.unfinished, "also where a life ends before it sends"
                 admission, before = await step_of(sampler, ledger, step, tmp_path, mode)
             check_went_on(state, admission, after, before)
             step += 1
