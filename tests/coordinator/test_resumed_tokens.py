@@ -22,9 +22,8 @@ from rollout.errors import RolloutError
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
-from tests.coordinator.test_faults import LastToken
+from tests.coordinator.test_faults import PATIENT, LastToken
 from tests.ledger_check import check_ledger
-from tests.rollout.fleet_kit import FAST
 from tests.rollout.script import FIRST_TAG, VOCABULARY, Script, check_generation
 from tests.rollout.scripted_server import ScriptedServer, Speed
 
@@ -43,7 +42,7 @@ async def life(folder, state, seed, *, mode, servers=None):
         servers += engines
     rollout = RolloutConfig(max_running_requests=16, stream_every=INTERVAL, fleet_deadline_s=patience_s)
     fleet = RolloutFleet(
-        rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=FAST, observe=parts.append
+        rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=PATIENT, observe=parts.append
     )
     algorithm = AlgorithmConfig(
         prompts_per_step=PROMPTS,
@@ -244,7 +243,7 @@ def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
         assert len(told) == lives
         return step - 1
 
-    steps = asyncio.run(asyncio.wait_for(run(), 60))
+    steps = asyncio.run(asyncio.wait_for(run(), 200))
     events = read_ledger(tmp_path / "ledger.jsonl")
     fates = check_ledger(events)
     trained = [event["prompt"] for event in effective_events(events) if event["event"] == "trained"]
