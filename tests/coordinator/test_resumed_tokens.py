@@ -4,6 +4,7 @@ the product's, the servers play a script in which every token can be checked."""
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,12 +20,11 @@ from megatron_dapo.storage.ledger import Event, Ledger, effective_events, read_l
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import FinishReason, SamplingParams
+from rollout.generation import SamplingParams
 from tests.coordinator.scripted import scripted_prompts
-from tests.coordinator.test_faults import LastToken
+from tests.coordinator.test_faults import PATIENT, LastToken
 from tests.ledger_check import check_ledger
-from tests.rollout.fleet_kit import FAST
-from tests.rollout.script import VOCABULARY, Script, check_generation
+from tests.rollout.script import FIRST_TAG, VOCABULARY, Script, check_generation
 from tests.rollout.scripted_server import ScriptedServer, Speed
 
 LONGEST, PROMPTS, GROUP, INTERVAL = 2000, 8, 4, 16
@@ -42,7 +42,7 @@ async def life(folder, state, seed, *, mode, servers=None):
         servers += engines
     rollout = RolloutConfig(max_running_requests=16, stream_every=INTERVAL, fleet_deadline_s=patience_s)
     fleet = RolloutFleet(
-        rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=FAST, observe=parts.append
+        rollout, engines, vocab_size=VOCABULARY, report=lambda line: None, timing=PATIENT, observe=parts.append
     )
     algorithm = AlgorithmConfig(
         prompts_per_step=PROMPTS,
@@ -95,8 +95,8 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
                 if step:
                     continued = [group.position for group in state.unfinished]
                     ledger.record(Event.RESUMED, rollout_step=step, weight_version=0, continued=continued)
-                enough = step + 2
-                while step < enough or (not seed and len(some) <= 5 and step < 8):
+                enough, owed = step + 2, {group.position for group in state.unfinished}
+                while step < enough or owed - made.keys() or (not seed and len(some) <= 5 and step < 8):
                     step += 1
                     admission, state = await step_of(sampler, ledger, step, tmp_path, mode)
                     made |= {group.position: group for group in (*admission.kept, *admission.filtered)}
@@ -144,7 +144,8 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     assert not [event for event in standing if event["event"] == "interrupted" and event["prompt"] in continued]
 
 
-def check_went_on(state, admission, after):
+def check_went_on(state, admission, after, left):
+    """A resume from `state`: `admission` is what its first step decided, and `left` the state after it."""
     done = {group.position: group for group, _ in state.drawn}
     assert len(done) >= 4
     asked = {int(part.request_id[1:].split("-")[0]) for part in after}
@@ -159,18 +160,40 @@ def check_went_on(state, admission, after):
     )
     assert sum(group.tokens for group in counted) <= admission.resumed_tokens
     assert admission.resumed_tokens <= sum(group.tokens for group in admission.generated)
-    went_on = 0
-    for one in (one.generation for group in state.unfinished for one in group.responses):
-        first = [part for part in after if part.request_id == one.request_id][:1]
+    begun, went_on = answers_of(state.unfinished), 0
+    stand = answers_of((*made.values(), *left.carried, *left.unfinished))
+    for name, one in begun.items():
+        np.testing.assert_array_equal(stand[name].token_ids[: one.token_ids.size], one.token_ids)
+        first = [part for part in after if part.request_id == name][:1]
         assert all(part.prompt_tokens == 128 + one.token_ids.size for part in first)
         went_on += bool(first) and one.token_ids.size > 0
     assert went_on > 0, "nothing was begun: the test shows nothing"
 
 
-def has_begun(state):
-    """Whether a response has some tokens and lacks others."""
-    answers = [one.generation for group in state.unfinished for one in group.responses]
-    return any(one.token_ids.size and one.finish_reason is FinishReason.ABORT for one in answers)
+def answers_of(groups):
+    return {one.generation.request_id: one.generation for group in groups for one in group.responses}
+
+
+def in_its_middle(state, before):
+    """Whether the rollout after `before` has finished some groups, and its batch waits for a response that was begun or
+    went on since then and is far from its end: what a server has sent by now does not complete it, and no resume fills
+    the batch without it."""
+    done = {group.position: group for group in state.carried}
+    head = next(position for position in count(state.cursor) if position not in done)
+    useful = sum(0 < group.correct < GROUP for position, group in done.items() if position < head)
+    finished = done.keys() - {group.position for group in before.carried}
+    had = {name: one.token_ids.size for name, one in answers_of(before.unfinished).items()}
+
+    def is_far(index, one):
+        has = one.token_ids.size
+        if has <= had.get(one.request_id, 0):
+            return False
+        length, _ = SCRIPT.response(index, int(one.token_ids[0]) - FIRST_TAG)
+        return length - has > 10 * INTERVAL
+
+    waiting = [group for group in state.unfinished if group.position == head]
+    far = any(is_far(group.prompt_index, one.generation) for group in waiting for one in group.responses)
+    return len(finished) >= 4 and useful < PROMPTS and far
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -178,48 +201,53 @@ def has_begun(state):
 def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
     """What was finished is not asked for again, what was begun goes on from its tokens: over a stop in the first step
     and a later one, or the loss of all servers."""
-    ahead, file, steps = PROMPTS if mode == "async" else 0, tmp_path / "rollout", (1,) if lost else (1, 2)
+    file, lives = tmp_path / "rollout", 1 if lost else 2
     file.mkdir()
 
-    async def end(sampler, servers, step):
-        filling = asyncio.ensure_future(sampler.fill(step, 0, ahead=ahead))
-        while len(sampler.under_way().carried) < 4 or not has_begun(sampler.under_way()):
-            await asyncio.sleep(0.01)
-        assert not filling.done()
-        for server in servers if lost else ():
-            server.start_fails = True
-            await server.die()
+    async def end(sampler, ledger, servers, step, before):
+        """(the step in whose middle the life ends, the checkpoint before it)"""
+        while True:  # what is carried may fill a batch at once: a step without a middle
+            filling = asyncio.ensure_future(step_of(sampler, ledger, step, tmp_path, mode))
+            while not filling.done() and not in_its_middle(sampler.under_way(), before):
+                await asyncio.sleep(0.01)
+            if not filling.done():
+                break
+            before, step = filling.result()[1], step + 1
         if not lost:
             filling.cancel()
+        for server in servers:
+            server.start_fails = True
+        await asyncio.gather(*(server.die() for server in servers))
         (failure,) = await asyncio.gather(filling, return_exceptions=True)
         assert isinstance(failure, RolloutError if lost else asyncio.CancelledError), failure
         state = sampler.under_way()
         save_progress(Progress(rollout_step=step - 1, optimizer_step=0, weight_version=0, sampler=state), file)
+        return step, before
 
     async def run():
-        before, told = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=()), []
+        step, before, told = 1, SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=()), []
         run_dir, console = SimpleNamespace(rollout=file), SimpleNamespace(note=told.append)
-        for step in steps:
-            servers = []
-            async with life(tmp_path, before, 10 * step, mode=mode, servers=servers) as (sampler, _, _):
-                await end(sampler, servers, step)
+        for number in range(lives):
+            servers = [] if lost else None
+            async with life(tmp_path, before, 20 * number, mode=mode, servers=servers) as (sampler, ledger, _):
+                step, before = await end(sampler, ledger, servers or (), step, before)
             progress = Progress(rollout_step=step - 1, optimizer_step=0, weight_version=0, sampler=before)
             state = with_rollout(progress, run_dir, [], console)
-            async with life(tmp_path, state, 10 * step + 1, mode=mode) as (sampler, ledger, after):
+            async with life(tmp_path, state, 20 * number + 10, mode=mode) as (sampler, ledger, after):
                 continued = [one.position for one in (*state.unfinished, *(group for group, _ in state.drawn))]
                 ledger.record(Event.RESUMED, rollout_step=step - 1, weight_version=0, continued=continued)
-                admission = await sampler.fill(step, 0, ahead=ahead)
-                sampler.record_trained(admission.kept, step, 0)
-                before = sampler.snapshot(step)
-                ledger.record(Event.CHECKPOINT, rollout_step=step, weight_version=0)
-            check_went_on(state, admission, after)
-        assert len(told) == len(steps)
+                assert sampler.under_way().unfinished == state.unfinished, "also where a life ends before it sends"
+                admission, before = await step_of(sampler, ledger, step, tmp_path, mode)
+            check_went_on(state, admission, after, before)
+            step += 1
+        assert len(told) == lives
+        return step - 1
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    steps = asyncio.run(asyncio.wait_for(run(), 200))
     events = read_ledger(tmp_path / "ledger.jsonl")
     fates = check_ledger(events)
     trained = [event["prompt"] for event in effective_events(events) if event["event"] == "trained"]
-    assert len(trained) == len(set(trained)) == len(steps) * PROMPTS
+    assert len(trained) == len(set(trained)) == steps * PROMPTS
     assert set(fates) == set(range(max(fates) + 1)), "no prompt is lost"
 
 
