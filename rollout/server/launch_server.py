@@ -1,8 +1,8 @@
 """`python -m rollout.server.launch_server ARGUMENTS`: SGLang's server, with what our fleet and a CPU need.
 
-The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it, the
-server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_server`), and with `--device cpu` it gets
-`rollout.cpu`. SGLang spawns its scheduler and detokenizer; on a CPU they are forked (`rollout.cpu.plugin`). Python
+The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it and sees
+no Megatron-Core, the server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_server`), and with
+`--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and detokenizer; on a CPU they are forked (`rollout.cpu.plugin`). Python
 imports this module again in each that is spawned, as `__mp_main__` and before anything else, so its last lines run
 there too. The installed packages are not changed.
 """
@@ -35,7 +35,7 @@ OFFLINE = {
 }
 SERVER = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers while paused, and costs no token
-    "SGL_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests
+    "SGLANG_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests
 }
 CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -97,8 +97,15 @@ def end_with_parent() -> None:
     os.environ[PARENT] = str(os.getpid())  # for those that this one spawns
 
 
+def hide_megatron() -> None:
+    """Makes Megatron-Core as if it were not installed. SGLang imports it for its own dumps of tensors; Megatron-Core then
+    gives torch_memory_saver a mode that cannot release CUDA graphs, and a server that shares a GPU ends at its start."""
+    sys.modules["megatron"] = None  # type: ignore[assignment]
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the server until it is stopped. Call it as the first thing of a process."""
+    hide_megatron()
     import setproctitle  # SGLang's: only a server needs it
 
     setproctitle.getproctitle()  # finds where a title goes, which it cannot once the first variable has a new value
@@ -147,6 +154,7 @@ def main(arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
 elif __name__ == "__mp_main__":
+    hide_megatron()
     # SGLang itself does this only after seconds of imports: if its parent died meanwhile, this process would survive.
     end_with_parent()
     if cpu.cpu_mode() is not cpu.CpuMode.OFF:  # such as a second tokenizer process, which is spawned on a CPU too

@@ -17,6 +17,7 @@ from tests.gpu.publishing import (
     DTYPE,
     MEAN_GAP,
     RESPONSES,
+    TOKENS,
     VOCABULARY,
     drawn_and_compared,
     publish_twice,
@@ -45,7 +46,6 @@ def test_weights_reach_a_server_by_every_way(
             record(f"drawn after {transport}", gap)
             assert gap["mean gap"] < MEAN_GAP
 
-    sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "max_running_requests": RESPONSES, "kv_cache_tokens": None}
-    if DTYPE == "float32":
-        sizes["kv_cache_tokens"] = 16384
+    tokens = 16384 if DTYPE == "float32" else RESPONSES * (TOKENS + 128)
+    sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "max_running_requests": RESPONSES, "kv_cache_tokens": tokens}
     serve(folders[0], tmp_path / "server.log", DTYPE, work, **sizes)
