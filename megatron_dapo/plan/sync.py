@@ -61,7 +61,7 @@ def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
     more, in a copy (`disk`) or in its bucket, while the bucket before is sent. `in_turn` every rank has the buckets."""
     beside = {"servers' weights": case.model_bytes / case.config.rollout.tensor_parallel} if in_turn(case) else {}
     largest = largest_parameter(case)
-    joined = largest if case.weight_sync == "disk" else 2 * bucket_bytes(case)
+    joined = largest if case.weight_sync == "disk" else min(2 * bucket_bytes(case), case.model_bytes)
     if stage > 0:
         return beside and {"sync bucket": joined} | beside
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.

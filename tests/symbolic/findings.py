@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
-from megatron_dapo.plan.memory import PHASES, trainer_memory
+from megatron_dapo.plan.memory import PHASES, RankMemory, trainer_memory
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 CLOSE = 0.03
@@ -150,6 +150,11 @@ def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, 
     return {key: (most[key], KNOWN_WAITS.get(re.sub(r":\d+", "", key[1]))) for key in sorted(most)}
 
 
+def own(stage: RankMemory, phase: str) -> float:
+    """What the plan gives a rank itself: a server's weights on the same GPU are no part of a trace."""
+    return stage.peaks[phase] - stage.items[phase].get("servers' weights", 0.0)
+
+
 class Findings:
     """All that is said about a config's traces. `peaks`: every phase that the plan has a figure for, rank by rank."""
 
@@ -158,7 +163,7 @@ class Findings:
         stages = trainer_memory(Scenario(config, hf, bare))
         self.traces, self.waits, self.disagreements = traces, loop_waits(traces), disagreements(traces)
         self.peaks = [
-            Peak(trace.rank, phase, trace.peaks[phase], stages[trace.place["pipeline"]].peaks[phase])
+            Peak(trace.rank, phase, trace.peaks[phase], own(stages[trace.place["pipeline"]], phase))
             for trace in traces
             for phase in PHASES
             if phase != "weight sync" or trace.rank == 0  # only rank 0 gathers weights

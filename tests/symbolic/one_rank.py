@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -100,11 +101,14 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
     with meter.measured("checkpoint"), actor.memory.resident("parameters", "optimizer"):
         checkpoint._sharded_state(actor.optimizer, loading=False)
     with meter.measured("weight sync"):
-        # Where rank 0's weights go: a new buffer for each bucket.
-        sink: Any = SimpleNamespace(
-            buffer=lambda size: torch.empty(size, dtype=torch.uint8, device=actor.device.device),
-            put=lambda bucket, tensors: None,
-        )
+        # Where rank 0's weights go: a new buffer for each bucket, while the one before is sent.
+        held: deque[torch.Tensor] = deque(maxlen=1 if config.way_of_weights(on_gpus=True) == "disk" else 2)
+
+        def buffer(size: int) -> torch.Tensor:
+            held.append(torch.empty(size, dtype=torch.uint8, device=actor.device.device))
+            return held[-1]
+
+        sink: Any = SimpleNamespace(buffer=buffer, put=lambda bucket, tensors: None)
         actor.stream_weights(sink if rank == 0 else None, config.rollout.sync_bucket_mb << 20)
     return actor
 
