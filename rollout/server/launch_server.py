@@ -1,10 +1,10 @@
 """`python -m rollout.server.launch_server ARGUMENTS`: SGLang's server, with what our fleet and a CPU need.
 
-The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it and sees
-no Megatron-Core, the server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_server`), and with
-`--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and detokenizer; on a CPU they are forked (`rollout.cpu.plugin`). Python
-imports this module again in each that is spawned, as `__mp_main__` and before anything else, so its last lines run
-there too. The installed packages are not changed.
+The arguments are those of `sglang.launch_server`. What is added: each process ends with the one that started it and
+sees no Megatron-Core, the server downloads nothing, it can answer in arrays (`rollout.wire.array_frames_server`), and
+with `--device cpu` it gets `rollout.cpu`. SGLang spawns its scheduler and detokenizer; on a CPU they are forked
+(`rollout.cpu.plugin`). Python imports this module again in each that is spawned, as `__mp_main__` and before anything
+else, so its last lines run there too. The installed packages are not changed.
 """
 
 import gc
@@ -35,7 +35,7 @@ OFFLINE = {
 }
 SERVER = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers while paused, and costs no token
-    "SGLANG_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests
+    "SGL_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests; 0.5.17 warns of this name and reads no other
 }
 CPU = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -98,8 +98,8 @@ def end_with_parent() -> None:
 
 
 def hide_megatron() -> None:
-    """Makes Megatron-Core as if it were not installed. SGLang imports it for its own dumps of tensors; Megatron-Core then
-    gives torch_memory_saver a mode that cannot release CUDA graphs, and a server that shares a GPU ends at its start."""
+    """Makes Megatron-Core as if it were not installed. SGLang imports it for its own dumps of tensors; Megatron-Core
+    then gives torch_memory_saver a mode that releases no CUDA graphs, and a server that shares a GPU ends at once."""
     sys.modules["megatron"] = None  # type: ignore[assignment]
 
 

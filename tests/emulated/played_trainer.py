@@ -1,6 +1,6 @@
 """Trainer ranks as processes that publish: the project's sender and transport over strict NCCL, without Megatron.
 
-As the actor, all ranks gather each bucket together, over a default group that is bound to its device; rank 0 sends it.
+As the actor, all ranks gather each bucket together, over the default group; rank 0 sends it.
 """
 
 import asyncio
@@ -155,15 +155,13 @@ def _abort(group: strict_nccl.StrictGroup) -> None:
 
 
 def train(rank: int, world: int, rendezvous: str, pipe: Connection, patience_s: float) -> None:
-    """A rank's process. The default group is bound to its device, as `process_groups.initialise` makes it on CUDA."""
+    """A rank's process. The default group is bound to no device, as `process_groups.initialise` makes it."""
     os.environ[PATIENCE] = str(patience_s)
     torch.set_num_threads(1)
     strict_nccl.install()
     strict_nccl.StrictGroup.abort = _abort  # type: ignore[method-assign]
     send.GroupTransport = _Watched  # type: ignore[misc]
-    dist.init_process_group(
-        "nccl", init_method=rendezvous, rank=rank, world_size=world, device_id=torch.device("cuda", 0)
-    )
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world)
     me = _Rank(rank)
     with suppress(EOFError):
         while True:

@@ -120,6 +120,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
         vars(module).update(replaced.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("rollout.wire.array_frames_server.add", lambda: None)
+    monkeypatch.setitem(sys.modules, "megatron", None)  # as `main` does; what stood there comes back after the test
     before = dict(os.environ)
     for name in (launch_server.PARENT, launch_server.KEY_FILE, launch_server.RENDEZVOUS, SWITCH):
         monkeypatch.delenv(name, raising=False)
@@ -163,6 +164,35 @@ array_frames_server.add = lambda: None
 launch_server.main(["--device", "cuda"])
 """
 """A server whose SGLang only takes its title."""
+
+
+SEES_MEGATRON = '''
+import importlib.util, multiprocessing
+from rollout.server import launch_server
+
+SEEN = """
+from rollout.cpu import standins
+standins.install()
+from sglang.srt.debug_utils.dumper import _MegatronPlugin
+print(_MegatronPlugin._available, flush=True)
+"""
+if __name__ == "__main__":
+    launch_server.hide_megatron() if {hidden} else None
+    exec(SEEN)
+    __spec__ = importlib.util.find_spec("rollout.server.launch_server" if {hidden} else "this")
+    multiprocessing.get_context("spawn").Process(target=exec, args=(SEEN,)).start()
+'''
+
+
+@pytest.mark.parametrize("hidden", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_no_process_of_a_server_imports_megatron(hidden: bool, tmp_path: Path) -> None:
+    """SGLang would, and Megatron-Core 0.19 sets `torch_memory_saver.hook_mode = "torch"` as it is imported: a colocated
+    server on an H100 ended at its start, for only "preload" releases CUDA graphs. The first case: it still would."""
+    script = tmp_path / "this.py"
+    script.write_text(SEES_MEGATRON.format(hidden=hidden))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [str(not hidden)] * 2, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("first", ["HF_HUB_OFFLINE", "PATH"])
