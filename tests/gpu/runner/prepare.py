@@ -1,86 +1,53 @@
 """Brings what `make test-gpu` needs to a GPU machine without network, through transfers of limited size.
 
-Here, with a network:
+Here, with a network, `strip` and 3 GB of disk:
 
     python tests/gpu/runner/prepare.py pack --prepared DIR [--te]
 
 DIR holds what carried.txt does not list: the packages of the SGLang server in the versions of the GPU lock, as an
 archive of an installed site-packages, and for --te a wheel of TransformerEngine's extension. The archive is made by
 `pip install --no-deps --target SITE sglang==... sglang-kernel==... ...` and `tar -cJf DIR/sglang.tar.xz -C SITE .`
+FlashInfer compiles small kernels when a server in bfloat16 starts: the archives must hold either its folder
+flashinfer/data (csrc, include, cutlass, cccl, spdlog) or ready kernels, flashinfer/data/aot/NAME/NAME.so (norm and
+sampling).
 
-It downloads the wheels of `carried.txt` for Python 3.12 and cuts everything into sets, `.carry/1`, `.carry/2` and on,
-each small enough to travel beside the repository. It prints the sizes, and the command to give there for each set:
+It makes one site folder for Python 3.12, takes out what the tests do without, most of all code for other GPUs, and
+cuts it into sets, `.carry/1`, `.carry/2` and on, each small enough to travel beside the repository. It prints the
+sizes, and the command to give there for each set:
 
     python3 tests/gpu/runner/prepare.py unpack .carry/1
 
-The command of the last set installs them all into a folder of their own and says how to go on. Only Python's standard
-library and pip are needed. Nothing of this belongs into a commit.
+The command of the last set extracts the site into a folder of its own and says how to go on. Only Python's standard
+library is needed there. Kernels that are compiled there gather in `.carry/unpacked/caches`: brought back and sent
+again, they save 30 s at a server's start. Nothing of this belongs into a commit.
 """
 
 import argparse
 import hashlib
 import json
 import shlex
+import shutil
 import subprocess
 import sys
-import tarfile
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-LIST = Path(__file__).with_name("carried.txt")
+sys.path.insert(0, str(ROOT))  # as a script
+
+from tests.gpu.runner.carried_site import build, compress, extract, prune, wanted  # noqa: E402
+
 MIB = 1 << 20
-SET_MIB = 46
+SET_MIB = 54
 """Where a transfer is limited, say to 64 MiB, the repository needs a part of it too."""
 
-PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]
 INTO = Path(".carry/unpacked")
 """Below the repository's root: env.sh is sourced, so it must not lie where others can write."""
 
-
-def wanted(te: bool) -> list[str]:
-    """Requirements of carried.txt."""
-    lines = [line.strip() for line in LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    return [line.removeprefix("te: ") for line in lines if te or not line.startswith("te: ")]
-
-
-def download(requirements: list[str], folder: Path) -> list[Path]:
-    """One wheel for each requirement, in their order.
-
-    Raises:
-        SystemExit: pip found none of a version for Python 3.12 on x86-64 Linux.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
-    command += [
-        "--python-version",
-        "3.12",
-        "--implementation",
-        "cp",
-        "--abi",
-        "cp312",
-        "--abi",
-        "abi3",
-        "--abi",
-        "none",
-    ]
-    command += [word for platform in (*PLATFORMS, "any") for word in ("--platform", platform)]
-    if subprocess.run([*command, *requirements]).returncode:
-        raise SystemExit(f"pip could not download a wheel, see above; the list is {LIST}")
-    wheels = []
-    for requirement in requirements:
-        name, version = requirement.split("==")
-        found = [w for w in folder.glob("*.whl") if _project(w) == (name.replace("-", "_").lower(), version)]
-        if len(found) != 1:
-            raise SystemExit(f"{requirement}: {len(found)} wheels in {folder}; empty the folder and try again")
-        wheels += found
-    return wheels
-
-
-def _project(wheel: Path) -> tuple[str, str]:
-    name, version, *_ = wheel.name.split("-")
-    return name.lower().replace(".", "_"), version
+CACHES = ("TVM_FFI_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def pack(files: list[Path], into: Path, set_bytes: int) -> list[dict[str, Any]]:
@@ -163,22 +130,19 @@ def _drop_damaged(manifest: list[dict[str, Any]], store: Path) -> None:
 
 def _install(manifest: list[dict[str, Any]], store: Path, into: Path) -> None:
     _drop_damaged(manifest, store)
-    names = [file["name"] for file in manifest]
-    prepared = into / "prepared"
-    prepared.mkdir(exist_ok=True)
-    for name in names:
-        if ".tar" in name:
-            with tarfile.open(store / name) as archive:
-                archive.extractall(prepared, filter="tar")
-    wheels = [str(store / name) for name in names if name.endswith(".whl")]
-    if wheels:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-cache-dir"]
-        command += ["--no-compile", "--upgrade", "--target", str(into / "site"), *wheels]
-        if subprocess.run(command).returncode:
-            raise ValueError(f"pip could not install the wheels of {store}, see above")
-    lines = [f"export PYTHONPATH={shlex.quote(f'{into}/site:{prepared}')}"]
-    lines += [f"export TVM_FFI_CACHE_DIR={shlex.quote(f'{into}/kernels')}"]
-    lines += ["export RAY_AUTH_MODE=disabled PYTHONUNBUFFERED=1"]
+    site = into / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    site.mkdir()
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda file: extract(store / file["name"], site), manifest))
+    # Some packages hold files for other versions of Python: what cannot be compiled is left as it is.
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", "-j", "0", str(site)], capture_output=True)
+    lines = [f"export PYTHONPATH={shlex.quote(str(site))}"]
+    lines += [f"export {name}={shlex.quote(str(into / 'caches' / name.lower()))}" for name in CACHES]
+    # With a thread for each core, stages side by side slow each other's reference models on the CPU.
+    lines += ["export OMP_NUM_THREADS=3 PYTHONUNBUFFERED=1 RAY_AUTH_MODE=disabled"]
+    lines += ["if [ -d /usr/local/cuda ]; then"]
+    lines += ['    export CUDA_HOME=/usr/local/cuda PATH="/usr/local/cuda/bin:$PATH"', "fi"]
     (into / "env.sh").write_text("\n".join(lines) + "\n")
 
 
@@ -188,8 +152,7 @@ def report(manifest: list[dict[str, Any]], into: Path) -> str:
     for file in manifest:
         for number, _, size in file["pieces"]:
             sets[number] = sets.get(number, 0) + size
-    largest = sorted(manifest, key=lambda file: -file["size"])[:12]
-    lines = [f"{file['size'] / MIB:8.1f} MiB  {file['name']}" for file in largest]
+    lines = [f"{file['size'] / MIB:8.1f} MiB  {file['name']}" for file in manifest]
     lines += [
         f"{sum(file['size'] for file in manifest) / MIB:8.1f} MiB  in {len(manifest)} files, {len(sets)} sets",
         "",
@@ -198,7 +161,7 @@ def report(manifest: list[dict[str, Any]], into: Path) -> str:
     for number, size in sets.items():
         lines.append(f"  python3 tests/gpu/runner/prepare.py unpack {into.name}/{number}   # {size / MIB:.1f} MiB")
     lines += ["then, as often as it takes until no stage is left:"]
-    lines += [f"  . {INTO}/env.sh && python3 -m tests.gpu.runner.run_stages --resume --minutes 9.5"]
+    lines += [f"  . {INTO}/env.sh && python3 -m tests.gpu.runner.run_stages --together --resume --minutes 9.5"]
     return "\n".join(lines)
 
 
@@ -210,7 +173,7 @@ def mib(text: str) -> int:
 
 
 def _prepared(folder: Path, te: bool) -> list[Path]:
-    """The files to carry as they are.
+    """Its archives and wheels.
 
     Raises:
         ValueError: there is no such folder, or it holds more than files.
@@ -227,9 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; what cannot be done ends with a message and code 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    packing = commands.add_parser("pack", help="download and cut into sets")
-    packing.add_argument("--prepared", type=Path, help="folder with archives (.tar.*) and wheels to carry as they are")
+    packing = commands.add_parser("pack", help="make the site and cut it into sets")
+    packing.add_argument("--prepared", type=Path, help="folder with archives (.tar.*) of a site, and wheels")
     packing.add_argument("--te", action="store_true", help="TransformerEngine too")
+    packing.add_argument("--sm", type=int, default=90, help="the GPU's architecture (%(default)s: H100, H200)")
     packing.add_argument("--set-mib", type=mib, default=SET_MIB, help="size of a set (%(default)s)")
     packing.add_argument("--into", type=Path, default=ROOT / ".carry")
     unpacking = commands.add_parser("unpack", help="on the GPU machine, for each set")
@@ -243,8 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files = _prepared(given.prepared, given.te) if given.prepared else []
             if old := [folder for folder in given.into.glob("*") if folder.name.isdigit()]:
                 raise ValueError(f"{given.into} holds sets already ({len(old)}): remove them first")
-            files += download(wanted(given.te), given.into / "wheels")
-            print(report(pack(files, given.into, given.set_mib * MIB), given.into))
+            wheels = [str(file) for file in files if file.suffix == ".whl"]
+            given.into.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=given.into) as folder:
+                site = Path(folder) / "site"
+                build([*wanted(given.te), *wheels], [file for file in files if file.suffix != ".whl"], site)
+                prune(site, given.sm)
+                print(report(pack(compress(site, Path(folder)), given.into, given.set_mib * MIB), given.into))
             return 0
         missing = unpack(given.set, given.into)
     except (OSError, ValueError) as error:

@@ -4,108 +4,67 @@ A stage that crashes, hangs or leaves a broken CUDA context ends with its proces
 stage the results are written: `results.json`, and `gpu.md` for a person. Where commands on the machine may only be
 short, the same line is given again and again until nothing is left:
 
-    python -m tests.gpu.runner.run_stages --resume --minutes 9.5
+    python -m tests.gpu.runner.run_stages --together --resume --minutes 9.5
+
+With `--together` the stages run side by side, since most of each is imports and first compilations; those that need the
+GPU's memory or quiet follow one after the other.
 
 Environment variable OUT: a folder that gets a copy of both and `logs.tar.gz` after every stage.
 """
 
 import argparse
 import ctypes
+import glob
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.gpu.runner import recorder
-from tests.gpu.runner.gpu_page import page, table
+from tests.gpu.runner.gpu_page import table
+from tests.gpu.runner.results import Results, now
 from tests.gpu.runner.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[3]
 DEVICE = "GPU_TESTS_DEVICE"
 """Environment variable that the tests read: cuda (default) or cpu."""
 
-UNFINISHED = ("interrupted", "not run")
 DRIVER_S = 120.0
 """For torch to count the GPUs."""
 
 GRACE_S = 10.0
 """For the processes of a stage that ended by itself to end too."""
 
-_PR_SET_CHILD_SUBREAPER = 36
+APART_S = 1.0
+"""Between the starts of stages side by side."""
 
+PATIENCE = 2
+"""Their deadlines are this many times as long: they share the cores."""
 
-class Results:
-    """results.json: what each stage found, over all commands that ran stages on this machine."""
-
-    def __init__(self, folder: Path, device: str) -> None:
-        """
-        Raises:
-            ValueError: the folder cannot be used, or its results.json is damaged or of another device type.
-        """
-        self.folder = folder
-        self.file = folder / "results.json"
-        self.all: dict[str, Any] = {"device": device, "commands": [], "stages": {}}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if self.file.exists():
-                self.all = json.loads(self.file.read_text())
-                if not (isinstance(self.all["commands"], list) and isinstance(self.all["stages"], dict)):
-                    raise TypeError("commands must be a list, and stages an object")
-                page(self.all), table(self.all)  # they read every field
-        except OSError as error:
-            raise ValueError(f"--folder {folder} cannot be used: {error}; name another one") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{self.file} is damaged ({why}): remove it, or name another --folder") from error
-        if self.all["device"] != device:
-            raise ValueError(f"{self.file} is of device {self.all['device']}, not {device}: name another --folder")
-
-    def finished(self, stage: Stage) -> bool:
-        found = self.all["stages"].get(stage.name)
-        return found is not None and found["outcome"] not in UNFINISHED
-
-    def put(self, stage: Stage, **found: Any) -> None:
-        """Replaces what is known of a stage and writes everything."""
-        plan = {"shows": stage.shows, "planned_s": stage.planned_s}
-        self.all["stages"][stage.name] = plan | {"at": now(), "seconds": 0.0, "reason": "", "tests": {}} | found
-        self.write()
-
-    def put_unmeasured(self, stage: Stage, outcome: str, reason: str) -> None:
-        """Like `put`, but a result that a run has measured stays."""
-        if not self.finished(stage):
-            self.put(stage, outcome=outcome, reason=reason)
-
-    def write(self) -> None:
-        beside = self.file.with_suffix(".part")
-        beside.write_text(json.dumps(self.all, indent=1))
-        beside.replace(self.file)
-        (self.folder / "gpu.md").write_text(page(self.all))
-        if out := os.environ.get("OUT"):
-            Path(out).mkdir(parents=True, exist_ok=True)
-            for name in ("results.json", "gpu.md"):
-                shutil.copyfile(self.folder / name, Path(out) / name)
-            with tarfile.open(Path(out) / "logs.tar.gz", "w:gz") as archive:
-                for log in sorted(self.folder.glob("*.log")):
-                    archive.add(log, log.name)
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def run(
-    stages: Iterable[Stage], results: Results, *, minutes: float, gpus: int, again: bool = True, python: str = ""
+    stages: Iterable[Stage],
+    results: Results,
+    *,
+    minutes: float,
+    gpus: int,
+    again: bool = True,
+    python: str = "",
+    together: bool = False,
 ) -> list[str]:
     """Runs the stages one after the other until `minutes` are over; names of those that no time was left for.
 
@@ -113,30 +72,105 @@ def run(
         gpus: visible GPUs; 0 with device cpu.
         again: also the stages that have a result; False is `--resume`.
         python: interpreter of the stages; empty: this one.
+        together: side by side first, but for those that run alone.
     """
     _adopt_orphans()
+    python = python or sys.executable
     began = time.monotonic()
     started = 0
     left_out = []
-    for stage in stages:
+
+    def left() -> float:
+        return 60 * minutes - (time.monotonic() - began)
+
+    def begins(stage: Stage) -> bool:
+        nonlocal started
         if not again and results.finished(stage):
-            continue
-        left = 60 * minutes - (time.monotonic() - began)
+            return False
         if why_not := _why_not(stage, results.all["device"], gpus):
             results.put_unmeasured(stage, "skipped", why_not)
-        elif left < stage.planned_s and (started or left <= 0):
+            return False
+        if left() < stage.planned_s and (started or left() <= 0):
             left_out.append(stage.name)
-            why_not = f"planned {stage.planned_s} s, {max(0, left):.0f} s were left"
+            why_not = f"planned {stage.planned_s} s, {max(0, left()):.0f} s were left"
             results.put_unmeasured(stage, "not run", why_not)
             print(f"--- {stage.name}: not run, {why_not}", flush=True)
-        else:
-            started += 1
-            results.put_unmeasured(stage, "interrupted", "the command ended in this stage")
-            print(f"=== {stage.name}: {stage.shows} (planned {stage.planned_s} s)", flush=True)
-            found = run_stage(stage, results, min(float(stage.deadline_s), left), python or sys.executable)
+            return False
+        started += 1
+        results.put_unmeasured(stage, "interrupted", "the command ended in this stage")
+        print(f"=== {stage.name}: {stage.shows} (planned {stage.planned_s} s)", flush=True)
+        return True
+
+    stages = list(stages)
+    if together:
+        _side_by_side((stage for stage in stages if not stage.alone and begins(stage)), results, left, python)
+    for stage in stages:
+        if not (together and not stage.alone) and begins(stage):
+            found = run_stage(stage, results, min(float(stage.deadline_s), left()), python)
             results.put(stage, **found)
-            print(f"--- {stage.name}: {found['outcome']} after {found['seconds']:.0f} s. {found['reason']}", flush=True)
+            _tell(stage, found)
     return left_out
+
+
+def _tell(stage: Stage, found: dict[str, Any]) -> None:
+    print(f"--- {stage.name}: {found['outcome']} after {found['seconds']:.0f} s. {found['reason']}", flush=True)
+
+
+def _side_by_side(stages: Iterable[Stage], results: Results, left: Callable[[], float], python: str) -> None:
+    """Each in a process of its own, so that what one stage leaves behind can be told from what another one runs."""
+    running: dict[Any, tuple[Stage, BaseProcess]] = {}
+
+    def take(timeout_s: float | None) -> None:
+        for sentinel in wait(list(running), timeout_s):
+            _take_over(*running.pop(sentinel), results)
+
+    shutil.rmtree(results.folder / "together", ignore_errors=True)
+    try:
+        for stage in stages:
+            given = (stage, results, min(float(PATIENCE * stage.deadline_s), left()), python, os.getpid())
+            child = multiprocessing.get_context("fork").Process(target=_in_own_folder, args=given)
+            child.start()
+            running[child.sentinel] = (stage, child)
+            take(APART_S)
+        while running:
+            take(None)
+    finally:
+        for _, child in running.values():
+            child.terminate()
+        for _, child in running.values():
+            child.join(GRACE_S)
+        _end_all(0.0)
+
+
+def _own_folder(stage: Stage, results: Results) -> Path:
+    return results.folder / "together" / stage.name
+
+
+def _in_own_folder(stage: Stage, results: Results, deadline_s: float, python: str, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    _adopt_orphans()
+    os.environ.pop("OUT", None)
+    own = Results(_own_folder(stage, results), results.all["device"])
+    own.put(stage, **run_stage(stage, own, deadline_s, python))
+
+
+def _take_over(stage: Stage, child: BaseProcess, results: Results) -> None:
+    """Brings what an ended child found, and its log, to where a stage on its own has them."""
+    child.join()
+    own = _own_folder(stage, results)
+    for file in own.glob(f"{glob.escape(stage.name)}.*"):
+        file.replace(results.folder / file.name)
+    try:
+        found = json.loads((own / "results.json").read_text())["stages"][stage.name]
+    except (OSError, ValueError, KeyError):
+        found = {"outcome": "interrupted", "reason": f"its process ended with code {child.exitcode}", "seconds": 0.0}
+        results.put_unmeasured(stage, found["outcome"], found["reason"])
+    else:
+        results.put(stage, **found)
+    shutil.rmtree(own, ignore_errors=True)
+    _tell(stage, found)
 
 
 def _why_not(stage: Stage, device: str, gpus: int) -> str:
@@ -280,6 +314,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     )
     names = [stage.name for stage in stages]
     parser.add_argument("--stages", default=",".join(names), help=f"some of them, by comma: {', '.join(names)}")
+    parser.add_argument("--together", action="store_true", help="side by side, but for those that need the GPU alone")
     parser.add_argument("--resume", action="store_true", help="only the stages that have no result yet")
     parser.add_argument("--minutes", type=minutes, default=25, help="of the whole command (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small sizes, some stages")
@@ -303,7 +338,8 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage] = STAGE
     results.all["commands"].append(command)
     chosen = [stage for stage in stages if stage.name in wanted]
     try:
-        left_out = run(chosen, results, minutes=given.minutes, gpus=gpus, again=not given.resume)
+        again, together = not given.resume, given.together
+        left_out = run(chosen, results, minutes=given.minutes, gpus=gpus, again=again, together=together)
     finally:
         command["seconds"] = round(time.monotonic() - began, 1)
         results.write()

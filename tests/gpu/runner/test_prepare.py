@@ -9,22 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.runner import prepare
-from tests.tools.wheels import write_wheel
+from tests.gpu.runner import carried_site, prepare
 
 SET = 1500
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """An archive of a prepared site, and a wheel."""
-    inside = tmp_path / "inside" / "prepared_package"
-    inside.mkdir(parents=True)
-    (inside / "__init__.py").write_text(f"NOISE = {os.urandom(900).hex()!r}\n")
-    archive = tmp_path / "site.tar.xz"
-    with tarfile.open(archive, "w:xz") as made:
-        made.add(inside, "prepared_package")
-    return [archive, tmp_path / write_wheel(tmp_path, "carried-package", "1.0", {"carried_package/__init__.py": ""})]
+    """Archives of two packages of a site."""
+    made = []
+    for name in ("package_a", "package_b"):
+        inside = tmp_path / "inside" / name
+        inside.mkdir(parents=True)
+        (inside / "__init__.py").write_text(f"NOISE = {os.urandom(900).hex()!r}\n")
+        made.append(tmp_path / f"{name}.tar.xz")
+        with tarfile.open(made[-1], "w:xz") as archive:
+            archive.add(inside, name)
+    return made
+
+
+def in_site(env: Path, code: str) -> list[str]:
+    """Lines that Python code prints once env.sh is sourced."""
+    sourced = ["sh", "-c", '. "$0" && exec "$1" -c "$2"', str(env), sys.executable, code]
+    done = subprocess.run(sourced, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_sets_are_small_and_come_together_in_any_order(files: list[Path], tmp_path: Path) -> None:
@@ -38,21 +47,29 @@ def test_sets_are_small_and_come_together_in_any_order(files: list[Path], tmp_pa
     into = tmp_path / "it's there, $HOME"
     for at, folder in enumerate(reversed(sets), 1):
         assert len(prepare.unpack(folder, into)) == len(sets) - at
-    code = "import carried_package, prepared_package as p; print(carried_package.__file__, p.__file__, sep='\\n')"
-    sourced = ["sh", "-c", '. "$0" && exec "$1" -c "$2"', str(into / "env.sh"), sys.executable, code]
-    found = subprocess.run(sourced, capture_output=True, text=True, timeout=60)
-    assert found.stdout.splitlines() == [
-        str(into / "site" / "carried_package" / "__init__.py"),
-        str(into / "prepared" / "prepared_package" / "__init__.py"),
-    ], found.stderr
+    names = ("TRITON_CACHE_DIR", "OMP_NUM_THREADS")
+    code = "import os, package_a as a, package_b as b; print(a.__file__, b.__file__, a.__cached__, sep='\\n')\n"
+    found = in_site(into / "env.sh", code + f"for name in {names!r}: print(os.environ[name])")
+    site = into / "site"
+    assert found[:2] == [str(site / "package_a" / "__init__.py"), str(site / "package_b" / "__init__.py")]
+    assert found[3:] == [str(into / "caches" / "triton_cache_dir"), "3"]
+    compiled = (site / "package_a" / "__pycache__").iterdir()
+    assert [str(file) for file in compiled] == [found[2]], "by unpack, for the Python that ran it"
+
+
+def test_a_newer_site_replaces_the_older_one(files: list[Path], tmp_path: Path) -> None:
+    for at, given in enumerate((files, files[1:])):
+        prepare.pack(given, tmp_path / str(at), 1 << 20)
+        assert prepare.unpack(tmp_path / str(at) / "1", tmp_path / "there") == []
+    assert [entry.name for entry in (tmp_path / "there" / "site").iterdir()] == ["package_b"]
 
 
 def test_a_damaged_file_is_named(files: list[Path], tmp_path: Path) -> None:
     prepare.pack(files, tmp_path / "carry", 1 << 20)
     folder = tmp_path / "carry" / "1"
-    piece = folder / "site.tar.xz.0"
+    piece = folder / "package_a.tar.xz.0"
     piece.write_bytes(piece.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match=r"site\.tar\.xz is damaged"):
+    with pytest.raises(ValueError, match=r"package_a\.tar\.xz is damaged"):
         prepare.unpack(folder, tmp_path / "there")
 
 
@@ -67,22 +84,22 @@ def test_a_damaged_file_can_be_sent_again(files: list[Path], tmp_path: Path) -> 
     prepare.pack(files[:1], tmp_path / "new", SET // 3)
     sets = sorted((tmp_path / "new").iterdir(), key=lambda folder: int(folder.name))
     assert [len(prepare.unpack(folder, into)) for folder in sets] == list(range(len(sets) - 1, -1, -1))
-    whole = into / "files" / "site.tar.xz"
+    whole = into / "files" / "package_a.tar.xz"
     assert whole.read_bytes() == files[0].read_bytes()
-    piece = sets[0] / "site.tar.xz.0"
+    piece = sets[0] / "package_a.tar.xz.0"
     good = piece.read_bytes()
     piece.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(ValueError, match=r"site\.tar\.xz is damaged: unpack sets \[1"):
+    with pytest.raises(ValueError, match=r"package_a\.tar\.xz is damaged: unpack sets \[1"):
         prepare.unpack(sets[0], into)
     piece.write_bytes(good)
     assert [prepare.unpack(folder, into) for folder in sets][-1] == []
     assert whole.read_bytes() == files[0].read_bytes()
 
 
-def test_what_cannot_be_done_is_said_before_anything_is_downloaded(
+def test_what_cannot_be_done_is_said_before_anything_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare, "download", lambda *_: pytest.fail("downloads"))
+    monkeypatch.setattr(prepare, "build", lambda *_: pytest.fail("installs"))
     (tmp_path / "prepared" / "folder").mkdir(parents=True)
     (tmp_path / "carry" / "1").mkdir(parents=True)
     absent = str(tmp_path / "absent")
@@ -107,11 +124,11 @@ def test_unpacked_files_lie_below_the_checkout() -> None:
 
 
 def test_the_list_names_each_package_once_with_its_version() -> None:
-    lines = prepare.wanted(te=True)
+    lines = carried_site.wanted(te=True)
     names = [line.partition("==")[0] for line in lines]
     assert all(version for _, _, version in (line.partition("==") for line in lines))
     assert len(set(names)) == len(names)
-    assert set(prepare.wanted(te=False)) < set(lines)
+    assert set(carried_site.wanted(te=False)) < set(lines)
 
 
 def test_the_manifest_travels_with_every_set(files: list[Path], tmp_path: Path) -> None:

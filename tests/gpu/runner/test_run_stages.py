@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 from tests.gpu.runner import run_stages
 from tests.gpu.runner.gpu_page import page
+from tests.gpu.runner.results import Results
 from tests.gpu.runner.stages import STAGES
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +37,17 @@ BODIES = {
     "raise": "def test_raise():\n    raise ValueError('no | kernel')\ndef test_after():\n    pass",
     "skip": "def test_skip():\n    pytest.skip('no TransformerEngine')",
     "broken": "import a_package_that_is_not_there\ndef test_broken():\n    pass",
+    # Each of the two waits for the other one; `alone` for none of them.
+    "meets": "from tests.gpu.runner.test_run_stages import meet\ndef test_meets():\n    meet(__file__, 'met')",
+    "met": "from tests.gpu.runner.test_run_stages import meet\ndef test_met():\n    meet(__file__, 'meets')",
+    "alone": """
+        import json, pathlib
+        def test_alone():
+            results = json.loads((pathlib.Path(__file__).parent / "results" / "results.json").read_text())
+            unfinished = {name for name, stage in results["stages"].items() if stage["outcome"] == "interrupted"}
+            assert unfinished - {"orphan"} == {"alone"}, "what ran before is written"
+    """,
+    "orphan": "import os, signal\ndef test_orphan():\n    os.kill(os.getppid(), signal.SIGKILL)",
     "leaves": """
         import subprocess, sys
         def test_leaves():
@@ -41,26 +56,38 @@ BODIES = {
 }
 
 
-def run(
-    folder: Path, stages: dict[str, dict[str, Any]], *arguments: str, device: str = "cpu", **environment: str
-) -> tuple[int, dict[str, Any], str]:
-    """Exit code, results and output of the runner over stages made of BODIES; a process of its own, since it kills
-    every process below it."""
+def meet(file: str, other: str) -> None:
+    """Returns once the stage `other` is here too."""
+    Path(file).with_suffix(".here").touch()
+    deadline = time.monotonic() + 60
+    while not Path(file).with_name(f"test_{other}.here").exists():
+        assert time.monotonic() < deadline, f"{other} does not come"
+        time.sleep(0.05)
+
+
+def command(folder: Path, stages: dict[str, dict[str, Any]], *arguments: str, device: str = "cpu") -> list[str]:
+    """The runner over stages made of BODIES; a process of its own, since it kills every process below it."""
     made = []
     for name, fields in stages.items():
         file = folder / f"test_{name}.py"
         file.write_text(HEAD + textwrap.dedent(BODIES[name]))
         plan = {"name": name, "tests": (str(file),), "shows": f"what {name} shows", "planned_s": 1, "cpu": True}
         made.append(plan | {"deadline_s": 40} | fields)
+    given = ["--device", device, "--folder", str(folder / "results"), *arguments]
     code = (
         "import sys; from tests.gpu.runner import run_stages, stages\n"
         "run_stages.GRACE_S = 1.0; run_stages.visible_gpus = lambda: 1\n"
-        f"sys.exit(run_stages.main({list(arguments)!r}, [stages.Stage(**fields) for fields in {made!r}]))"
+        f"sys.exit(run_stages.main({given!r}, [stages.Stage(**fields) for fields in {made!r}]))"
     )
-    arguments_of_place = ["--device", device, "--folder", str(folder / "results")]
-    code = code.replace("main([", f"main({arguments_of_place!r} + [")
+    return [sys.executable, "-c", code]
+
+
+def run(
+    folder: Path, stages: dict[str, dict[str, Any]], *arguments: str, device: str = "cpu", **environment: str
+) -> tuple[int, dict[str, Any], str]:
+    """Exit code, results and output of the command."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        command(folder, stages, *arguments, device=device),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
@@ -124,6 +151,58 @@ def test_no_stage_stops_the_others(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "gpu.md", "logs.tar.gz"}
 
 
+def test_stages_run_side_by_side_and_then_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    wanted = {name: {"deadline_s": 90} for name in ("alone", "crash", "orphan", "meets", "met")}
+    wanted["alone"] = wanted["alone"] | {"alone": True}
+    code, results, output = run(tmp_path, wanted, "--together", OUT=str(out))
+    stages = results["stages"]
+    outcomes = {name: stage["outcome"] for name, stage in stages.items()}
+    passed = dict.fromkeys(("meets", "met", "alone"), "passed")
+    assert outcomes == passed | {"crash": "crashed", "orphan": "interrupted"}, stages
+    assert code == 1
+    assert stages["orphan"]["reason"] == "its process ended with code -9"
+    assert stages["crash"]["reason"] == "SIGSEGV in test_crash.py::test_crash"
+    assert "--- met: passed after" in output
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        assert set(archive.getnames()) == {f"{name}.log" for name in wanted}
+    assert not list((tmp_path / "results" / "together").iterdir())
+    again = run(tmp_path, wanted, "--together", "--resume")[2]
+    assert [line.split()[1] for line in again.splitlines() if line.startswith("===")] == ["orphan:"]
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_a_cut_command_keeps_what_was_found_and_leaves_no_process(by: signal.Signals, tmp_path: Path) -> None:
+    stages: dict[str, dict[str, Any]] = {"hang": {}, "good": {}}
+    file = tmp_path / "results" / "results.json"
+    record = tmp_path / "results" / "together" / "hang" / "hang.jsonl"
+    child = subprocess.Popen(command(tmp_path, stages, "--together"), cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (file.exists() and "passed" in file.read_text() and record.exists() and "child" in record.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(child.pid).children(recursive=True)
+    child.send_signal(by)
+    child.wait(30)
+    _, alive = psutil.wait_procs(below, 30)
+    assert len(below) == 3, "a runner of the stage, pytest and its child"
+    assert not alive
+    outcomes = {name: stage["outcome"] for name, stage in json.loads(file.read_text())["stages"].items()}
+    assert outcomes == {"hang": "interrupted", "good": "passed"}
+
+
+def test_the_limit_of_the_command_cuts_stages_side_by_side(tmp_path: Path) -> None:
+    fields: dict[str, dict[str, Any]] = {"hang": {}, "good": {"alone": True}, "skip": {"planned_s": 100}}
+    code, results, _ = run(tmp_path, fields, "--together", "--minutes", "0.1")
+    assert {name: stage["outcome"] for name, stage in results["stages"].items()} == {
+        "hang": "timed out",
+        "good": "not run",
+        "skip": "not run",
+    }
+    assert results["stages"]["hang"]["seconds"] < 40
+    assert code == 1
+
+
 def test_a_resume_runs_what_has_no_result(tmp_path: Path) -> None:
     long = {"planned_s": 100}
     code, results, _ = run(tmp_path, {"good": {}, "skip": long}, "--minutes", "1")
@@ -144,7 +223,7 @@ def test_a_result_stays_where_no_time_or_no_gpu_is_left_for_a_new_one(tmp_path: 
         run_stages.Stage(name=name, tests=(), shows="", planned_s=100, deadline_s=200, gpus=gpus)
         for name, gpus in (("measured", 1), ("for two", 2), ("new", 1))
     ]
-    results = run_stages.Results(tmp_path, "cuda")
+    results = Results(tmp_path, "cuda")
     for stage in stages[:2]:
         results.put(stage, **first)
     assert run_stages.run(stages, results, minutes=0, gpus=1) == ["measured", "new"]
