@@ -101,15 +101,19 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
     with meter.measured("checkpoint"), actor.memory.resident("parameters", "optimizer"):
         checkpoint._sharded_state(actor.optimizer, loading=False)
     with meter.measured("weight sync"):
-        # Where rank 0's weights go: a new buffer for each bucket, while the one before is sent.
-        held: deque[torch.Tensor] = deque(maxlen=1 if config.way_of_weights(on_gpus=True) == "disk" else 2)
+        # Where rank 0's weights go: a new buffer for each bucket, while the one before is sent; a file takes them one
+        # by one.
+        to_disk = config.way_of_weights(on_gpus=True) == "disk"
+        held: deque[torch.Tensor] = deque()
 
         def buffer(size: int) -> torch.Tensor:
+            if len(held) == (1 if to_disk else 2):
+                held.popleft()
             held.append(torch.empty(size, dtype=torch.uint8, device=actor.device.device))
             return held[-1]
 
         sink: Any = SimpleNamespace(buffer=buffer, put=lambda bucket, tensors: None)
-        actor.stream_weights(sink if rank == 0 else None, config.rollout.sync_bucket_mb << 20)
+        actor.stream_weights(sink if rank == 0 else None, 1 if to_disk else config.rollout.sync_bucket_mb << 20)
     return actor
 
 
