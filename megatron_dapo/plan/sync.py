@@ -31,7 +31,7 @@ def sync_seconds(case: Scenario) -> float:
         ranks = layout.world_size + case.server_gpus
         link = constants.link(ranks)
         send = model / (link if ranks <= constants.gpus_per_node else min(link, constants.send_bandwidth))
-    first = min(1.0, bucket_bytes(case) / model)
+    first = bucket_bytes(case) / model
     return max(gather + first * send, send + first * gather)
 
 
@@ -47,8 +47,8 @@ def largest_parameter(case: Scenario) -> float:
 
 
 def bucket_bytes(case: Scenario) -> float:
-    """Of a bucket (`tensor`, `distributed`)."""
-    return max(float(case.config.rollout.sync_bucket_mb << 20), largest_parameter(case))
+    """Of a bucket (`tensor`, `distributed`), at most the whole model."""
+    return min(max(float(case.config.rollout.sync_bucket_mb << 20), largest_parameter(case)), case.model_bytes)
 
 
 def in_turn(case: Scenario) -> bool:

@@ -36,11 +36,7 @@ LINES: list[tuple[bytes, int, str | None]] = [
     (b"null", 0, "not a JSON object"),
     (b'{"response": null, "ground_truth": "42"}', 0, "response = None: Input should be a valid string"),
     (b'{"response": 42, "ground_truth": "42"}', 0, None),
-    (
-        b'{"response": ["Answer: 42"], "ground_truth": "42"}',
-        0,
-        "response = ['Answer: 42']",
-    ),
+    (b'{"response": ["Answer: 42"], "ground_truth": "42"}', 0, "response = ['Answer: 42']"),
     (b'{"ground_truth": "42"}', 0, "response = "),
     (b'{"response": "Answer: 42"}', 0, "Field required"),
     (b'{"response": "Answer: 42", "ground_truth": null}', 0, "ground_truth"),
