@@ -293,13 +293,24 @@ def is_retracted(text: str, after: int, stated: str) -> bool:
     tail = text[after : after + _AFTERWARDS]
     if not tail or tail.isspace():
         return False
-    taken_back = [*_PROSE["retraction"].finditer(tail)]
-    taken_back += [found for found in _PROSE["restated"].finditer(tail) if not _same_number(found[1], stated)]
-    return any(not _PROSE["condition"].search(tail, 0, found.start()) for found in taken_back)
+    retracted = [found for found in _PROSE["retraction"].finditer(tail) if not _conditional(tail, found)]
+    restated = [found for found in _PROSE["restated"].finditer(tail) if not _conditional(tail, found)]
+    return bool(retracted) or (bool(restated) and not _same(restated[-1], stated))
 
 
-def _same_number(text: str, stated: str) -> bool:
-    """Whether the number is the one that is stated, or one of those in an expression."""
-    number, whole = read_number(text), read_number(clean(stated))
+def _conditional(text: str, found: re.Match[str]) -> bool:
+    return _PROSE["condition"].search(text, 0, found.start()) is not None
+
+
+def _same(found: re.Match[str], stated: str) -> bool:
+    """Whether the number is the one that is stated, or may be the value of an expression; whether the letter is that of
+    the option, where one is stated."""
+    stated = clean(stated)
+    if found["letter"]:
+        option = _AROUND["option"].match(stated)
+        return option is None or option[1] == found["letter"]
+    number, whole = read_number(clean(found["number"])), read_number(stated)
+    if number is None or (whole is None and ("." in found["number"] or "^" in stated or "!" in stated)):
+        return True
     others = map(read_number, [] if whole else _NUMERALS.findall(stated))
-    return number is None or any(other is not None and number.value == other.value for other in (whole, *others))
+    return any(other is not None and number.value == other.value for other in (whole, *others))

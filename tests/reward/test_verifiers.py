@@ -69,6 +69,8 @@ def test_the_config_refuses_an_unknown_verifier():
         ("\\boxed{A} or \\boxed{B}", False),
         ("Answer: B or Answer: A", False),
         ("The letter is B", False),
+        *[(f"Answer: B\n\n{text}", False) for text in ("No, the answer is C.", "Wait, it should be (C).")],
+        *[(f"Answer: B\n\n{text}", True) for text in ("Wait, the answer is B.", "But it should be A simple sum.")],
     ],
 )  # fmt: skip
 def test_choice(response, right):
