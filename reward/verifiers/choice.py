@@ -15,7 +15,8 @@ def option(text: str) -> str | None:
         return None
     bracketed = found[1] or found[2]
     rest = found["rest"]
-    if OPTION["another"].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION["denied"].match(rest):
+    another = "another_label" if bracketed or OPTION["text_of_label"].match(rest) else "another"
+    if OPTION[another].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION["denied"].match(rest):
         return None
     if rest.strip() and not bracketed and not OPTION["text_of_option"].match(rest):
         return None
