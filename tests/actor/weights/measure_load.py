@@ -16,7 +16,7 @@ import typer
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.peak_memory import begin_peak, peak_resident
-from tools.benchmarks.random_model import write_random_model
+from tests.benchmarks.random_model import write_random_model
 
 GIB = 2**30
 SLACK = 0.5 * GIB
