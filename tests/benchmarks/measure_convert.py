@@ -20,9 +20,9 @@ from typing import Any
 import typer
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
-from megatron_dapo.diagnostics.rank_pool import RankPool
 from tests.benchmarks.random_model import write_random_model
 from tools.convert_checkpoint import import_megatron
+from tools.rank_pool import RankPool
 
 
 def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds: int = 3) -> None:
