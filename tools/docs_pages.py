@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megatron_dapo.config.config_diff import shown
 from megatron_dapo.config.root import Config
-from megatron_dapo.monitor.catalog import GROUPS
 from megatron_dapo.plan.scenario import load_calibration
 from megatron_dapo.report.page import page_environment, report_page
 from megatron_dapo.report.source import Run
+from tools.metric_catalog import GROUPS
 from tools.throughput import page, profile_run
 
 ROOT = Path(__file__).parents[1]

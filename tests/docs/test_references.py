@@ -128,9 +128,9 @@ def test_the_runbook_has_every_error_with_its_exit_code() -> None:
 
 
 def error_classes() -> dict[str, int]:
-    """Every class of the product with an `exit_code` of its own."""
+    """Every class of the product and its tools with an `exit_code` of its own."""
     found: dict[str, int] = {}
-    for package in ("megatron_dapo", "rollout", "reward"):
+    for package in ("megatron_dapo", "rollout", "reward", "tools"):
         for file in (ROOT / package).rglob("*.py"):
             for kind in (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)):
                 for line in kind.body:
