@@ -32,9 +32,10 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.inputs import read_inputs, routing_shape
 from megatron_dapo.diagnostics.evaluation_session import newest_weights
-from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, packing, with_own_servers
-from megatron_dapo.diagnostics.rank_pool import RankPool
+from megatron_dapo.diagnostics.local_jobs import local_device, local_fleet, with_own_servers
 from rollout.generation import GenerationRequest, SamplingParams
+from tools.actor_job import ActorJob, packing
+from tools.rank_pool import RankPool
 
 STAGES = DECODE, PREFILL, REFERENCE, ONE_RANK, LAYOUT = (
     "engine decode",

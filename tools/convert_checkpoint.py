@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.diagnostics.rank_pool import RankError, RankPool
 from tools.arguments import positive, positive_count
+from tools.rank_pool import RankError, RankPool
 
 if TYPE_CHECKING:
     import torch

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megatron_dapo.config.config_diff import shown
 from megatron_dapo.config.root import Config
-from megatron_dapo.monitor.catalog import GROUPS
 from megatron_dapo.plan.scenario import load_calibration
 from megatron_dapo.report.page import page_environment, report_page
 from megatron_dapo.report.source import Run
+from tools.metric_catalog import GROUPS
 from tools.throughput import page, profile_run
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def config_page() -> str:
 def _section(name: str, section: Any, seen: dict[tuple[str, str], str]) -> str:
     """`seen`: (key, entry) -> the section that has it."""
     lines = [f"### {name}", ""] if "." in name else [f"## {name}", "", section.__doc__, ""]
-    below, same = [], []
+    below, same = [], dict[str, list[str]]()
     for key, field in section.__pydantic_fields__.items():
         kind = field.annotation
         if dataclasses.is_dataclass(kind):
@@ -60,9 +60,8 @@ def _section(name: str, section: Any, seen: dict[tuple[str, str], str]) -> str:
         if seen.setdefault((key, entry), name) == name:
             lines.append(f"- `{name}.{key}` {entry}")
         else:
-            same.append(f"`{name}.{key}` (`{seen[key, entry]}`)")
-    if same:
-        lines.append(f"- As in another section: {', '.join(same)}.")
+            same.setdefault(seen[key, entry], []).append(f"`{key}`")
+    lines += [f"- As in `{other}`: {', '.join(keys)}." for other, keys in same.items()]
     if lines[-1]:
         lines.append("")
     return "\n".join(lines) + "".join("\n" + _section(*child, seen) for child in below)

@@ -1,4 +1,4 @@
-"""What commands share: arguments, and for `certify`, `eval` and tools how they end."""
+"""What commands share: arguments, and for `eval` and tools how they end."""
 
 import functools
 import json

@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
     TRAINER = 6
     """Ray or a trainer rank could not be started, or was lost too often."""
     INEXACT = 7
-    """`certify`, `tools.bisect`: numbers that should be the same differ by more than the bounds."""
+    """`tools.certify`, `tools.bisect`: numbers that should be the same differ by more than the bounds."""
     CONTINUE = 75
     """Stopped by a signal, with everything saved: the same command with `run.resume=true` goes on."""
     INTERRUPTED = 130

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.ask import ask
-from megatron_dapo.cli.certify import certify
 from megatron_dapo.cli.command_line import ConfigFile, Overrides, config_of
 from megatron_dapo.cli.diff import diff
 from megatron_dapo.cli.doctor import doctor
@@ -85,7 +84,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     print("# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does that")
 
 
-COMMANDS = (train, preview, ask, evaluate, status, diff, report, slurm, certify, plan, doctor, check)
+COMMANDS = (train, preview, ask, evaluate, status, diff, report, slurm, plan, doctor, check)
 """In the order of `--help`."""
 for each in COMMANDS:
     app.command("eval" if each is evaluate else None)(each)

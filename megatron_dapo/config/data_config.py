@@ -30,8 +30,8 @@ class ColumnsConfig:
     ending."""
 
     verifier_key: Text | None = None
-    """Column that names the row's verifier; an empty cell leaves it to the config. A row may name a built-in verifier,
-    or one that the config names too. None: no such column."""
+    """Column that names the row's verifier: a built-in one, or one that the config names too; empty: the config's.
+    None: no such column."""
 
     environment: EnvironmentName | None = None
     """What answers each turn of the model, as `module:function` (docs/environments.md). None: as in `data`; there: a

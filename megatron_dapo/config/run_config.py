@@ -19,9 +19,8 @@ class RunConfig:
     """The run ends after this many rollout steps."""
 
     mode: Literal["sync", "colocated", "async"] = "sync"
-    """`sync`: servers and trainer take turns. `colocated`: the same, on the same GPUs. `async`: servers generate the
-    next batches while the actor trains (`algorithm.dynamic_sampling.ahead`, `.max_staleness`). See
-    docs/run_modes.md."""
+    """`sync`: servers and trainer take turns. `colocated`: on the same GPUs. `async`: servers generate the next batches
+    meanwhile. See docs/run_modes.md."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the prompt order, the mini-batch shuffle and, with `rollout.deterministic`, of every response. Servers
@@ -35,8 +34,8 @@ class RunConfig:
     `checkpoints/set_aside.*`."""
 
     on_damaged_checkpoint: Literal["stop", "take_older"] = "stop"
-    """If the checkpoint to resume from is damaged: `stop` and name the command that continues from the newest intact
-    one, or `take_older`: continue from it."""
+    """Where the checkpoint to resume from is damaged: `stop` and name the command that takes the newest intact one, or
+    `take_older`: take it."""
 
     max_restarts: NonNegativeInt = 3
     """At most so many restarts from the newest checkpoint after lost trainer processes, without a new one in

@@ -1,4 +1,4 @@
-"""One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo.monitor.catalog."""
+"""One rollout step -> its line in metrics.jsonl. Names and units are declared in megatron_dapo/monitor/catalog.yaml."""
 
 import json
 import math

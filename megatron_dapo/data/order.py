@@ -10,7 +10,8 @@ import numpy as np
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 / golden ratio, odd: its multiples modulo 2^64 are spread as evenly as any sequence's."""
 
-_BLOCK = 1 << 14
+_LEAST = 1 << 14
+"""Positions whose files are drawn at once."""
 
 _KEPT = 1024
 """Epochs of files in memory: an odd one needs three a file, and a mixture may have hundreds."""
@@ -47,36 +48,25 @@ class PromptOrder:
         shares /= shares.max()  # else the sum of very large ones would be infinite
         self._bounds = np.cumsum(shares / shares.sum())[:-1]
         self._start = np.uint64(np.random.Generator(np.random.PCG64([seed, len(spans)])).integers(1 << 63))
-        self._before: list[np.ndarray] = [np.zeros(len(spans), np.int64)]
-        """For each block begun: how often each file was drawn before it."""
-        self._enter(0)
+        self._files = self._times = np.zeros(0, np.int64)
+        """File of each position so far, and how often that file was drawn before: 16 bytes a position."""
 
     def index_at(self, position: int) -> int:
         """Index, among all prompts, of the prompt at `position`."""
-        block, offset = divmod(position, _BLOCK)
-        if block != self._block:
-            self._enter(block)
-        file, times = int(self._drawn[offset]), int(self._times[offset])
+        if position >= len(self._files):
+            self._draw(max(_LEAST, 2 * position))
+        file, times = int(self._files[position]), int(self._times[position])
         span = self._spans[file]
         epoch, at = divmod(times, span.count)
         return span.start + int(self._epoch(span.count, self._seed, epoch, file)[at])
 
-    def _enter(self, block: int) -> None:
-        """Makes a block the one at hand: file of each of its positions, and how often it was drawn before."""
-        while len(self._before) <= block:
-            drawn = self._files(len(self._before) - 1)
-            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self._spans)))
-        self._block, self._drawn = block, self._files(block)
-        self._times = np.zeros(_BLOCK, np.int64)
-        for file, before in enumerate(self._before[block]):
-            mine = self._drawn == file
-            self._times[mine] = before + np.arange(np.count_nonzero(mine))
-
-    def _files(self, block: int) -> np.ndarray:
-        """File of each position of a block, int64 [_BLOCK]."""
-        positions = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
-        even = (positions * np.uint64(_GOLDEN) + self._start).astype(np.float64) / 2.0**64
-        return np.searchsorted(self._bounds, even, side="right")
+    def _draw(self, positions: int) -> None:
+        """The files of the first so many positions."""
+        even = (np.arange(positions, dtype=np.uint64) * np.uint64(_GOLDEN) + self._start).astype(np.float64) / 2.0**64
+        self._files = np.searchsorted(self._bounds, even, side="right")
+        by_file, counts = np.argsort(self._files, kind="stable"), np.bincount(self._files)
+        self._times = np.empty(positions, np.int64)
+        self._times[by_file] = np.arange(positions) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @lru_cache(maxsize=_KEPT)

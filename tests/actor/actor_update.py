@@ -12,7 +12,7 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.config.actor_config import ActorConfig, OptimizerConfig
 from megatron_dapo.config.run_config import ModelConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
+from tools.rank_pool import RankPlace
 
 Dtype = Literal["float32", "bfloat16"]
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "base"

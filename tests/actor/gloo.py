@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 from tests import fork_server
+from tools.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 
 __all__ = [
     "ForkedRanks",

@@ -26,8 +26,8 @@ from megatron_dapo.actor.step_data import MiniBatch
 from megatron_dapo.algorithm.losses.clipped import Clipped
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import ActorConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.actor_update import QUICKSTART, Lengths, actor_config, spread, start
+from tools.rank_pool import RankPlace, RankPool
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 

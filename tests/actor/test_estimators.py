@@ -18,13 +18,13 @@ from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.algorithm_config import ESTIMATORS
 from megatron_dapo.coordinator.batch import StepArrays, mini_batches, step_arrays
-from megatron_dapo.diagnostics.certificate import AGGREGATIONS, choose_layouts, fitting_layouts
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, actor_config, reference_log_probs, relative_error, start_actor
 from tests.actor.tiny import load_reference, save_tiny
+from tools.certificate import AGGREGATIONS, choose_layouts, fitting_layouts
 
 GROUP, GROUPS, LONGEST, EPSILON = 3, 4, 24, 1e-6
 REWARDS = np.array([[1, -1, -1], [1, 1, -1.5], [-1, 1, -1.75], [1, -1, -2]])

@@ -19,7 +19,6 @@ from megatron_dapo.algorithm.losses.reinforce import Reinforce
 from megatron_dapo.algorithm.losses.sapo import SAPO
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics.certificate import choose_layouts, fitting_layouts
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import (
     TEMPERATURE,
@@ -33,6 +32,7 @@ from tests.actor.mini_batches import (
 )
 from tests.actor.test_step import NONE_OF, gradients_of, size
 from tests.actor.tiny import load_reference, save_tiny
+from tools.certificate import choose_layouts, fitting_layouts
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
 from tests.actor.gloo import run_ranks
 from tests.actor.tiny import save_tiny
 from tests.processes import ROOT
+from tools.rank_pool import RankPlace
 
 INFO = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
 HIDDEN, MLP, VOCABULARY, SERVERS = 1024, 4096, 32000, 2

@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.run_config import ModelConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
+from tools.rank_pool import RankPlace
 
 
 def send(

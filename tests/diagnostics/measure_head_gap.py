@@ -20,10 +20,11 @@ from megatron_dapo.actor.step_data import Responses
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.coordinator.inputs import read_inputs
-from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, local_fleet, with_own_servers
-from megatron_dapo.diagnostics.rank_pool import RankPool
+from megatron_dapo.diagnostics.local_jobs import local_device, local_fleet, with_own_servers
 from rollout.generation import GenerationRequest, SamplingParams
+from tools.actor_job import ActorJob
 from tools.bisect import _by_megatron
+from tools.rank_pool import RankPool
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]
 DEADLINE_S = 300.0

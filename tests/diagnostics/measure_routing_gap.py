@@ -19,11 +19,12 @@ from megatron_dapo.actor.step_data import Responses
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.coordinator.inputs import routing_shape
-from megatron_dapo.diagnostics.local_jobs import ActorJob, local_fleet, packing, with_own_servers
-from megatron_dapo.diagnostics.rank_pool import RankPool
+from megatron_dapo.diagnostics.local_jobs import local_fleet, with_own_servers
 from rollout.generation import Generation, GenerationRequest, SamplingParams
 from tests.actor.tiny import MIXTURE, save_tiny
 from tests.processes import ROOT
+from tools.actor_job import ActorJob, packing
+from tools.rank_pool import RankPool
 
 DEADLINE_S = 300.0
 KEYS = ("model.context_length=256", "rollout.max_new_tokens=120", "algorithm.overlong.buffer=1", "rollout.servers=1")

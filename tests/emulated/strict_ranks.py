@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.actor.gloo import ForkedRanks
 from tests.emulated import strict_board
+from tools.rank_pool import RankPlace
 
 GPU = torch.device("cuda", 0)
 

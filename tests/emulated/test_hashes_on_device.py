@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.weights.checksums import ChecksumStream, expected_checksums
 from rollout.wire.client import ServerInfo
 from tests.emulated.strict_ranks import GPU
 from tests.rollout.folders import save_model
+from tools.rank_pool import RankPlace
 
 SERVERS = ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=2)
 LEAVES_THE_DEVICE = ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__", "__contains__")

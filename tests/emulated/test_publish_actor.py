@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.weights.sender import Sent
 from tests.actor.tiny import save_tiny
 from tests.coordinator.sync_kit import PoolTrainer, send
@@ -15,6 +14,7 @@ from tests.emulated.played_server import PlayedEngine
 from tests.emulated.publish_kit import played_fleet
 from tests.emulated.strict_ranks import Broken
 from tests.emulated.test_strict_actor import chosen_as_on_cuda
+from tools.rank_pool import RankPlace
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LoraConfig, OffloadConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.model.test_routing_replay import foreign
 from tests.actor.tiny import MIXTURE, save_tiny
 from tests.emulated.strict_ranks import Broken
+from tools.rank_pool import RankPlace
 
 NONE_OF = ("reference_log_probs", "correction")
 OPTIMIZER = {"lr": 2e-2, "eps": 1e-2, "clip_norm": 0.5, "weight_decay": 0.3, "betas": (0.8, 0.9)}

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.emulated.strict_ranks import GPU, full, join
+from tools.rank_pool import RankPlace
 
 
 def host_tensor(place: RankPlace, backend: str, call: str) -> None:

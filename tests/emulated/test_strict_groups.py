@@ -5,8 +5,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.emulated.strict_ranks import GPU
+from tools.rank_pool import RankPlace
 
 
 def backends(place: RankPlace, layout: dict[str, Any]) -> set[str]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.emulated.strict_ranks import START_S, full, join
+from tools.rank_pool import RankPlace
 
 PATIENCE_S = 1.0
 

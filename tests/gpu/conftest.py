@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dapo.diagnostics.rank_pool import RankPool
 from tests.actor.gloo import end_workers, run_ranks
 from tests.gpu.place import DEVICE, ON_CPU
 from tests.gpu.runner.recorder import record
+from tools.rank_pool import RankPool
 
 __all__ = ["record"]  # pytest finds the fixture by its import
 

@@ -14,11 +14,11 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, Responses
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.run_config import ModelConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import Generation, GenerationRequest
 from tests.coordinator.sync_kit import PoolTrainer
 from tests.gpu.place import DEVICE, ON_CPU, answers, requests
+from tools.rank_pool import RankPlace
 
 DTYPE = "float32" if ON_CPU else "bfloat16"
 VOCABULARY = 1000 if ON_CPU else 151936

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_dapo.monitor.catalog import CATALOG
+from tools.metric_catalog import CATALOG
 
 
 def check_declared(names: Iterable[str]) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.monitor.catalog import CATALOG, GROUPS
 from tests.monitor.declared import check_declared
 from tools.docs_pages import metrics_page
+from tools.metric_catalog import CATALOG, GROUPS
 
 WATCHED = {
     "rollout_step",

@@ -8,7 +8,6 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, Recompute
 from megatron_dapo.coordinator import batch
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan import memory, step_plan, sync
 from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
@@ -26,6 +25,7 @@ from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed
 from tests.actor.gloo import run_ranks
 from tests.actor.tiny import MIXTURE, random_sequences, save_tiny
 from tests.plan.conftest import RECIPES
+from tools.rank_pool import RankPlace
 
 HF = BUILT_IN["Qwen2.5-32B"]
 

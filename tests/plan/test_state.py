@@ -9,7 +9,6 @@ import torch
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from megatron_dapo.plan.rank_state import (
     StateBytes,
     active_parameters,
@@ -20,6 +19,7 @@ from megatron_dapo.plan.rank_state import (
 from megatron_dapo.plan.scenario import BUILT_IN
 from tests.actor.gloo import run_ranks
 from tests.actor.tiny import MIXTURE, save_tiny
+from tools.rank_pool import RankPlace
 
 LAYOUTS = [
     {"data": 2},

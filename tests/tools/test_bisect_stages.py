@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics.local_jobs import ActorJob, with_own_servers
+from megatron_dapo.diagnostics.local_jobs import with_own_servers
 from rollout.generation import SamplingParams
 from tests.diagnostics.measure_head_gap import head_gaps
 from tests.diagnostics.measure_routing_gap import routing_gaps
 from tests.processes import ROOT
 from tools import bisect
+from tools.actor_job import ActorJob
 from tools.bisect import (
     DECODE,
     LAYOUT,

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config.actor_config import LoraConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tests.actor.gloo import ForkedRanks, shared_pool
 from tests.actor.tiny import save_tiny
 from tools.convert_checkpoint import import_megatron, main
+from tools.rank_pool import RankPlace
 
 
 def trained(place: RankPlace, folder: Path, layout: dict, dtype: str, lora: dict, run: Path) -> None:

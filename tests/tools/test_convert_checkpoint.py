@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.gloo import ForkedRanks, shared_pool
 from tests.actor.tiny import FAMILIES, MIXTURE, save_tiny
 from tools.convert_checkpoint import import_megatron, main
+from tools.rank_pool import RankPlace, RankPool
 
 BASE = Path(__file__).parents[2] / "examples" / "quickstart" / "base"
 SMALL_FILE = 100_000

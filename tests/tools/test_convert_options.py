@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.diagnostics.rank_pool import RankError
 from tests.actor.tiny import save_tiny
 from tools.convert_checkpoint import main
+from tools.rank_pool import RankError
 
 
 @pytest.fixture

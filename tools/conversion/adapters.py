@@ -10,10 +10,10 @@ from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
 from megatron_dapo.actor.weights.lora import adapter_files, adapter_shards
 from megatron_dapo.config.actor_config import LoraConfig
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from tools.conversion.megatron_files import CheckpointReader
 from tools.conversion.stored import Stored, in_dtype
 from tools.conversion.workers import Counter
+from tools.rank_pool import RankPlace
 
 
 class Adapters:

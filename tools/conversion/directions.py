@@ -27,11 +27,11 @@ from megatron_dapo.actor.weights.hf_files import (
 from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.adapters import Adapters
 from tools.conversion.megatron_files import CheckpointReader, PartWriter, write_metadata
 from tools.conversion.stored import Stored, extra_state_keys, in_dtype, share, stored_parameters
 from tools.conversion.workers import Counter, Progress, run_parts
+from tools.rank_pool import RankPlace, RankPool
 
 COMPANIONS = "hf"
 """Folder in a converted checkpoint with the model's config and tokenizer, so that it converts back by itself."""

@@ -22,10 +22,10 @@ from megatron_dapo.actor.model.model_chunks import build_model
 from megatron_dapo.actor.model.packed_attention import PackedSequences
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tools.conversion.megatron_files import CheckpointReader
 from tools.conversion.stored import Stored, in_dtype, share, stored_parameters
 from tools.conversion.workers import DEADLINE_S, Counter, Progress, run_parts
+from tools.rank_pool import RankPlace, RankPool
 
 LENGTHS = (17, 48, 33)
 """Of the sequences of random tokens whose logits are compared."""

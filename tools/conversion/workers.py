@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from tools.rank_pool import RankPlace, RankPool
 
 DEADLINE_S = 24 * 3600
 """Of one phase; a worker that fails or dies ends it at once."""

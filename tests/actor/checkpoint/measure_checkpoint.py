@@ -18,10 +18,10 @@ import typer
 
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LayoutConfig, OptimizerConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.actor_update import Lengths, actor_config, start
 from tests.actor.peak_memory import begin_peak, peak_resident
-from tools.benchmarks.random_model import write_random_model
+from tests.benchmarks.random_model import write_random_model
+from tools.rank_pool import RankPlace, RankPool
 
 MIB = 2**20
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import typer
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
 from tests.actor.peak_memory import begin_peak, peak_resident
-from tools.benchmarks.random_model import write_random_model
+from tests.benchmarks.random_model import write_random_model
+from tools.rank_pool import RankPlace, RankPool
 
 GIB = 2**30
 SLACK = 0.5 * GIB

@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer with loss_type="dapo" on the data and hyperparameters of one of our configs.
 
-python -m tools.benchmarks.train_trl examples/quickstart/dapo.yaml --out trl.json --threads 2 run.rollout_steps=16
+python -m tests.benchmarks.train_trl examples/quickstart/dapo.yaml --out trl.json --threads 2 run.rollout_steps=16
 
-Needs tools/benchmarks/trl_requirements.txt. Two things of the config have no counterpart in TRL: dynamic sampling
+Needs tests/benchmarks/trl_requirements.txt. Two things of the config have no counterpart in TRL: dynamic sampling
 (groups that are all right or all wrong stay in the batch, with advantage 0) and the choice of the divisor of the
 standard deviation (TRL's is the sample's, as ours by default). Held-out accuracy is measured every `evaluation.every`
 steps with the project's verifier, out of the training clock, which runs from the first step on.

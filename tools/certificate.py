@@ -29,8 +29,9 @@ from megatron_dapo.algorithm.aggregation import Aggregation, kl_scale, token_wei
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.batch import objective_of
-from megatron_dapo.diagnostics.local_jobs import ActorJob, local_device, packing
-from megatron_dapo.diagnostics.rank_pool import RankPlace, RankPool
+from megatron_dapo.diagnostics.local_jobs import local_device
+from tools.actor_job import ActorJob, packing
+from tools.rank_pool import RankPlace, RankPool
 
 LOSS = "loss"
 """Name of the loss among the reference's gradients."""

@@ -1,6 +1,6 @@
 """Speed of tools/convert_checkpoint.py beside `shutil.copy` of the same bytes.
 
-python -m tools.benchmarks.measure_convert > table.md        (docs/measurements.md)
+python -m tests.benchmarks.measure_convert > table.md        (docs/measurements.md)
 
 A random model of 2.3 GiB (bfloat16) is written to a temporary folder, copied, converted to a Megatron checkpoint and
 back. These take turns, each after a sync, and the fastest of a few rounds counts, so that a ratio of two times is of
@@ -20,9 +20,9 @@ from typing import Any
 import typer
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
-from megatron_dapo.diagnostics.rank_pool import RankPool
-from tools.benchmarks.random_model import write_random_model
+from tests.benchmarks.random_model import write_random_model
 from tools.convert_checkpoint import import_megatron
+from tools.rank_pool import RankPool
 
 
 def main(folder: Path | None = None, processes: int = 2, tensor: int = 2, rounds: int = 3) -> None:

@@ -1,11 +1,11 @@
 """Training seconds until held-out sampled accuracy reaches a goal: this system against TRL, in turns, in one run.
 
-python -m tools.benchmarks.measure_learning examples/quickstart/dapo.yaml --peer-python trl-venv/bin/python
+python -m tests.benchmarks.measure_learning examples/quickstart/dapo.yaml --peer-python trl-venv/bin/python
 
-TRL runs from an environment of its own (tools/benchmarks/trl_requirements.txt). Both train on the config's data, model
+TRL runs from an environment of its own (tests/benchmarks/trl_requirements.txt). Both train on the config's data, model
 and hyperparameters, and evaluate after every `--every` rollout steps, which no clock counts. The goal is reached
 between two evaluations: the second is found on the straight line between them. What TRL does not have is in
-tools/benchmarks/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are appended there, as
+tests/benchmarks/train_trl.py. Round r trains both with seed r. With `--keep FILE` the rounds are appended there, as
 JSON lines, and those that it holds already are not run again: the tables are of them all.
 """
 
@@ -70,7 +70,7 @@ def learning_of(steps: Sequence[dict[str, float]], heldout: dict[str, dict]) -> 
 def train_peer(options: argparse.Namespace, seed: int, first: Point, folder: Path) -> Learning:
     """One run of TRL. It starts from the same base, so it shares our first point."""
     out = folder / f"trl{seed}.json"
-    command = [options.peer_python, "-m", "tools.benchmarks.train_trl", options.config, "--out", str(out)]
+    command = [options.peer_python, "-m", "tests.benchmarks.train_trl", options.config, "--out", str(out)]
     command += ["--threads", str(options.peer_threads), *options.overrides]
     settings = [f"run.seed={seed}", f"evaluation.every={options.every}"]
     call([*command, *settings], OMP_NUM_THREADS=str(options.peer_threads))

@@ -14,12 +14,15 @@ import typer
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.step_data import LogProbs
 from megatron_dapo.algorithm.token_loss import TokenLoss, importance_ratio
-from megatron_dapo.cli.certify import Limits, certify
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.diagnostics import certificate as run
-from megatron_dapo.diagnostics.certificate import (
+from tests.actor.gloo import shared_pool
+from tests.actor.tiny import MIXTURE, save_tiny
+from tests.processes import ROOT, Running
+from tools import certificate as run
+from tools.actor_job import packing
+from tools.certificate import (
     Difference,
     choose_layouts,
     fitting_layouts,
@@ -29,10 +32,7 @@ from megatron_dapo.diagnostics.certificate import (
     random_responses,
     relative_error,
 )
-from megatron_dapo.diagnostics.local_jobs import packing
-from tests.actor.gloo import shared_pool
-from tests.actor.tiny import MIXTURE, save_tiny
-from tests.processes import ROOT, Running
+from tools.certify import Limits, certify
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
 HF = HFModelConfig.load(ROOT / "examples" / "quickstart" / "base")
@@ -155,8 +155,8 @@ def rows(output: str) -> list[str]:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_quickstart_is_certified(tmp_path, dtype):
-    sizes = ("--layouts", "3", "--responses", "8", "--processes", "2")
-    finished = Running("certify", str(CONFIG), *sizes, "--dtype", dtype, log=tmp_path / "out.txt").finish(240)
+    arguments = (str(CONFIG), "--layouts", "3", "--responses", "8", "--processes", "2", "--dtype", dtype)
+    finished = Running(*arguments, module="tools.certify", log=tmp_path / "out.txt").finish(240)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     assert len(rows(finished.output)) == 3 * 5
@@ -166,8 +166,8 @@ def test_the_quickstart_is_certified(tmp_path, dtype):
 
 
 def test_a_deadline_that_passes_ends_the_command_and_its_processes(tmp_path):
-    arguments = ("certify", str(CONFIG), "--deadline", "1")
-    finished = Running(*arguments, log=tmp_path / "out.txt").finish(60)
+    arguments = (str(CONFIG), "--deadline", "1")
+    finished = Running(*arguments, module="tools.certify", log=tmp_path / "out.txt").finish(60)
     assert finished.code == ExitCode.STALLED, finished.output
     assert "ranks [0] gave no result within 1 s" in finished.output
     assert "Traceback" not in finished.output

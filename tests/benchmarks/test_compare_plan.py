@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.benchmarks.compare_plan import SIGMA, STEPS, table, uncut_mean
+from tests.benchmarks.compare_plan import SIGMA, STEPS, table, uncut_mean
 
 PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "plan.md"
 

@@ -1,4 +1,9 @@
-"""`megatron-dapo certify`: is the gradient of this config the same on every layout?"""
+"""Is the gradient of this config the same on every layout?
+
+    python -m tools.certify CONFIG.yaml [section.key=value ...]
+
+Each rank's process imports this file before it knows its device, so that torch is imported in functions alone.
+"""
 
 import math
 import os
@@ -9,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megatron_dapo.cli.command_line import ConfigFile, Overrides, comparison_command, config_of
+from megatron_dapo.cli.main import main
 from megatron_dapo.config import Config, ConfigError
 
 if TYPE_CHECKING:
-    from megatron_dapo.diagnostics.certificate import Difference
+    from tools.certificate import Difference
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -47,7 +53,7 @@ def certify(
     """Compare loss and gradients of random layouts with one process in float32. Needs no Ray and no server."""
     loaded = config_of(config, overrides or [])
     from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
-    from megatron_dapo.diagnostics.certificate import label, measure_layouts
+    from tools.certificate import label, measure_layouts
 
     check_actor(HFModelConfig.load(Path(loaded.model.path)), loaded.actor)
     here, processes = _on_this_machine(loaded, processes, dtype)
@@ -112,3 +118,7 @@ def _on_this_machine(config: Config, processes: int | None, dtype: Dtype | None)
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     actor, model = replace(config.actor, device=device), replace(config.model, dtype=dtype)
     return replace(config, actor=actor, model=model), processes or here
+
+
+if __name__ == "__main__":
+    main(lambda: typer.run(certify))

@@ -1,4 +1,4 @@
-"""`python -m tools.benchmarks.compare_plan`: the planner's step times beside published ones, as Markdown.
+"""`python -m tests.benchmarks.compare_plan`: the planner's step times beside published ones, as Markdown.
 
 compare_plan.yaml holds them. What a publication does not state is assumed there, and each row says what: the error is
 that of model and assumptions together.

@@ -1,5 +1,5 @@
-"""Every metric, declared once in catalog.yaml: name, unit, how it stands for a whole rollout step, where the paper
-plots it.
+"""Every metric, declared once in megatron_dapo/monitor/catalog.yaml: name, unit, how it stands for a whole rollout
+step, where the paper plots it.
 
 Tests refuse a name that is not there. The page docs/metrics.md is made from it.
 """
@@ -23,7 +23,8 @@ class Metric:
     """Where the paper plots it."""
 
 
-_DECLARED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FILE = Path(__file__).parents[1] / "megatron_dapo" / "monitor" / "catalog.yaml"
+_DECLARED = yaml.safe_load(FILE.read_text(encoding="utf-8"))
 GROUPS = {title: [Metric(name, *about) for name, about in metrics.items()] for title, metrics in _DECLARED.items()}
 """All metrics under their headings."""
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from megatron_dapo.diagnostics.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 from tests.actor.gloo import ROOT, ForkedRanks
+from tools.rank_pool import RankError, RankPlace, RankPool, RankTimeout
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_a_late_rank_is_named_with_the_place_where_it_stands(pool):
 
 
 PARENT = """
-from megatron_dapo.diagnostics.rank_pool import RankPool
-from tests.diagnostics.test_rank_pool import sleep
+from tools.rank_pool import RankPool
+from tests.tools.test_rank_pool import sleep
 if __name__ == "__main__":
     RankPool().run(2, sleep)
 """

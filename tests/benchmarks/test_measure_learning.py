@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.benchmarks.measure_learning import Learning, learning_of, print_tables, reached
+from tests.benchmarks.measure_learning import Learning, learning_of, print_tables, reached
 
 
 def test_the_goal_is_found_between_two_evaluations() -> None:

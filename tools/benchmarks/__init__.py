@@ -1,1 +1,0 @@
-"""What the figures in docs/measurements/ were measured with."""
