@@ -71,6 +71,7 @@ def policies(wanted: int) -> dict[str, MakePolicy]:
         "ours, async, ahead N/2, max_staleness 1": ours(0.5, 1, 0),
         "ours, async, ahead N, max_staleness 1": ours(1, 1, 0),
         "ours, async, ahead N, max_staleness 2": ours(1, 2, 0),
+        "ours, async, ahead 2N, max_staleness 4": ours(2, 4, 0),
     }
 
 
