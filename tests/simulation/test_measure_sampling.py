@@ -220,6 +220,6 @@ def test_the_table_and_the_file_hold_the_same_figures(tmp_path, capsys):
     for name, figures in tree["policies"].items():
         assert f"| {name} | {figures['step_s']:.0f} |" in once
         assert figures["generated_tokens"] > figures["length"] * 16 * 16
-    assert len(tree["policies"]) == 4
+    assert len(tree["policies"]) == 5
     main([*common, "--only", "async"])
     assert capsys.readouterr().out == once, "the same seed, the same figures"
