@@ -54,7 +54,10 @@ class Host:
     def __init__(self, config: Any, spec: Any) -> None:
         self.gpus = spec.gpus or tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
-    async def begin(self) -> str:
+    def meeting(self) -> str:
+        return f"meeting.{ray.get_runtime_context().get_node_id()}:1"
+
+    async def begin(self, meeting: str = "") -> str:
         return f"http://{ray.get_runtime_context().get_node_id()}/{','.join(self.gpus)}"
 
     def alive(self) -> bool:
