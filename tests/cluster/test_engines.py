@@ -1,5 +1,7 @@
 """Which GPUs the servers of a run get."""
 
+import itertools
+import socket
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from megatron_dapo.cluster import engines as servers
 from megatron_dapo.cluster.engines import gpus_for_servers, own_engines, visible_gpus
 from megatron_dapo.cluster.placement import PlacementError
-from megatron_dapo.config import load_config
+from megatron_dapo.config import ConfigError, load_config
 from rollout.server.engine import LocalServer, RemoteServer
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -75,3 +77,31 @@ def test_a_server_on_a_cluster_listens_where_other_nodes_reach_it(monkeypatch, t
     config = load_config(CONFIG, [f"rollout.host='{host}'"])
     (local,) = own_engines(config, tmp_path, gpus=())
     assert servers.ServerHost(config.rollout, local.spec).url.startswith(f"http://{heard}:")
+
+
+def test_a_server_takes_as_few_nodes_as_hold_equal_parts_of_it():
+    def nodes(each, size, *overrides):
+        return load_config(CONFIG, [f"rollout.tensor_parallel={each}", *overrides]).nodes_of_server(size)
+
+    assert [nodes(each, 8) for each in (1, 8, 10, 16, 24, 64)] == [1, 1, 2, 2, 3, 8]
+    for each, size in itertools.product(range(1, 65), range(1, 17)):
+        if each % -(-each // size) == 0 and each > size:
+            assert size < 2 * (each // nodes(each, size)) <= 2 * size, "two parts of it never share a node"
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 9: .* which has 8, and 2 nodes .* set it to 16"):
+        nodes(9, 8)
+    with pytest.raises(ConfigError, match=r"which has 8; run\.mode = colocated needs 8 or less"):
+        nodes(16, 8, *COLOCATED)
+    assert nodes(8, 8, *COLOCATED) == 1
+
+
+def test_a_part_of_a_server_takes_no_configured_port_and_the_first_says_where_they_meet(monkeypatch, tmp_path):
+    monkeypatch.setattr(servers.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    config = load_config(CONFIG, ["rollout.port=23456"])
+    (local,) = own_engines(config, tmp_path, gpus=())
+    first, second = (servers.ServerHost(config.rollout, part) for part in local.spec.on_nodes(2))
+    assert (first.url, second.url) == ("http://127.0.0.1:23456", "http://127.0.0.1:0")
+    host, _, port = first.meeting().partition(":")
+    assert host == "127.0.0.1"
+    assert int(port) in range(20000, 32768)
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind((host, int(port)))
