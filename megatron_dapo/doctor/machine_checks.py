@@ -29,8 +29,12 @@ _SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.e
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Every requirement inside its bounds."""
-    declared = map(Requirement, importlib.metadata.requires("megatron-dapo") or [])
     installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions() if one.name}
+    if (own := canonicalize_name("megatron-dapo")) not in installed:
+        found = "megatron-dapo is on PYTHONPATH alone: bounds are not known, and no server starts on a CPU"
+        yield (warning if facts.on_gpus else failed)(found, FIX["own package"])
+        return
+    declared = map(Requirement, importlib.metadata.requires(own) or [])
     # The extra names what training and generation need on any device.
     needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": "cpu"})]
     for one in needed:
