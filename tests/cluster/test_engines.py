@@ -1,8 +1,12 @@
 """Which GPUs the servers of a run get."""
 
+import asyncio
 import itertools
 import socket
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,3 +109,24 @@ def test_a_part_of_a_server_takes_no_configured_port_and_the_first_says_where_th
     assert int(port) in range(20000, 32768)
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind((host, int(port)))
+
+
+@pytest.mark.parametrize("living", [(True, True), (True, False), (False, True)])
+def test_a_server_is_lost_with_any_of_its_parts_and_its_last_words_are_those_of_all(living, monkeypatch, tmp_path):
+    async def answer(alive: bool) -> bool:
+        return alive
+
+    async def looked() -> bool:
+        (local,) = own_engines(load_config(CONFIG, []), tmp_path, gpus=())
+        server = servers.RayServer(local.config, local.spec, None, (3, 7), None)  # type: ignore[arg-type]
+        for part, alive in zip(local.spec.on_nodes(2), living, strict=True):
+            part.log_path.write_text(f"last words of {part.node_rank}\n")
+            server._hosts.append(SimpleNamespace(alive=SimpleNamespace(remote=partial(answer, alive))))
+        assert server.log_tail() == "last words of 0\nlast words of 1"
+        server._alive = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server._look(), 0.2)
+        return server.alive()
+
+    monkeypatch.setattr(servers, "LOOK_INTERVAL_S", 0.01)
+    assert asyncio.run(looked()) == all(living)
