@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from megatron_dapo.cluster.placement import Placement, PlacementError, check_shared_gpus
@@ -37,6 +38,8 @@ NO_NODE = (
     "its node is gone, and no other node of the Ray cluster has room for rollout.tensor_parallel GPUs or CPUs; give "
     "the cluster another. None came"
 )
+RANK_TITLE = "sglang::sched"
+"""The kernel keeps 15 characters of a process's title."""
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
@@ -184,6 +187,13 @@ class ServerHost(LocalServer):
         self.spec = replace(self.spec, meeting=meeting)
         await self.start()
         return self.url
+
+    def alive(self) -> bool:
+        """Of a further node's part also whether every rank lives: SGLang looks at its first one alone there."""
+        if self.spec.node_rank == 0 or self.process is None or not super().alive():
+            return super().alive()
+        ended = [each for each in psutil.Process(self.process.pid).children() if each.status() == psutil.STATUS_ZOMBIE]
+        return not any(each.name().startswith(RANK_TITLE) for each in ended)
 
 
 class RayServer:

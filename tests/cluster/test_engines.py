@@ -3,11 +3,16 @@
 import asyncio
 import itertools
 import socket
+import subprocess
+import sys
+import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megatron_dapo.cluster import engines as servers
@@ -130,3 +135,33 @@ def test_a_server_is_lost_with_any_of_its_parts_and_its_last_words_are_those_of_
 
     monkeypatch.setattr(servers, "LOOK_INTERVAL_S", 0.01)
     assert asyncio.run(looked()) == all(living)
+
+
+LIKE_SGLANG = """
+import subprocess, sys, time
+for title in ("sglang::scheduler_TP4", "sglang::scheduler_TP5", "other"):
+    code = f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(flush=True); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout.readline()
+print(flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("rank", "ended", "lives"), [(1, 1, False), (1, 2, True), (0, 1, True)])
+def test_a_further_part_is_lost_with_any_of_its_ranks_which_sglang_does_not_see(rank, ended, lives, tmp_path):
+    (local,) = own_engines(load_config(CONFIG, []), tmp_path, gpus=())
+    part = servers.ServerHost(replace(local.config, host="10.0.0.7"), local.spec.on_nodes(2)[rank])
+    assert not part.alive(), "not started"
+    command = [sys.executable, "-c", LIKE_SGLANG]
+    part.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert part.process.stdout is not None
+        part.process.stdout.readline()
+        assert part.alive()
+        child = sorted(psutil.Process(part.process.pid).children(), key=lambda each: each.create_time())[ended]
+        child.kill()
+        while child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert part.alive() == lives
+    finally:
+        part.kill()
