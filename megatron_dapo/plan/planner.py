@@ -39,8 +39,8 @@ class Plan:
     server: ServerMemory | None
     """None where `rollout.urls` names servers that someone else runs."""
 
-    server_nodes: int
-    """Nodes of a server that the run starts."""
+    nodes: int
+    """Of a server that the run starts."""
 
     misfits: list[Misfit]
     step: StepPlan | None
@@ -85,14 +85,7 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
     least = least_recompute(case)
     return Plan(
-        case=case,
-        ranks=ranks,
-        server=own_server,
-        server_nodes=nodes,
-        misfits=misfits,
-        step=step,
-        host=host,
-        recompute=least,
+        case=case, ranks=ranks, server=own_server, nodes=nodes, misfits=misfits, step=step, host=host, recompute=least
     )
 
 
