@@ -1,4 +1,4 @@
-"""How a run is asked to stop by a file, how often it starts again, and what is on disk before it says that it is finished."""
+"""How a run is asked to stop by a file, how often it begins again, and what is on disk before it says that it ended."""
 
 import asyncio
 import os
