@@ -14,25 +14,25 @@ from tests.processes import ROOT
 
 
 @contextmanager
-def ray_nodes(*cpus: int) -> Iterator[str]:
-    """Address of a cluster with a node for each number, which is also RAY_ADDRESS meanwhile."""
+def ray_nodes(*nodes: str) -> Iterator[str]:
+    """Address of a cluster of these nodes (tests.ray_nodes), which is also RAY_ADDRESS meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        nodes = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray_nodes", *map(str, cpus)],
+        cluster = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray_nodes", *nodes],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert nodes.stdout is not None
-        line = next((line for line in iter(nodes.stdout.readline, "") if line.startswith("address ")), None)
+        assert cluster.stdout is not None
+        line = next((line for line in iter(cluster.stdout.readline, "") if line.startswith("address ")), None)
         assert line, "the cluster did not start"
         patch.setenv("RAY_ADDRESS", line.split()[1])
         yield line.split()[1]
-        nodes.communicate(timeout=60)
+        cluster.communicate(timeout=60)
 
 
 def of_the_cluster(title: str) -> list[psutil.Process]:

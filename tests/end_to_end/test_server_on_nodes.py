@@ -19,6 +19,7 @@ SMALL = (
     "rollout.tensor_parallel=2",
 )
 BOTH = ["0", "1"]
+ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,8 +37,8 @@ def digests(run_dir):
 
 @pytest.fixture(scope="module")
 def address():
-    """Three nodes of one CPU."""
-    with ray_nodes(1, 1, 1) as joined:
+    """Three nodes of one CPU, each with an address of its own."""
+    with ray_nodes(*(f"1@{address}" for address in ADDRESSES)) as joined:
         yield joined
 
 
@@ -50,10 +51,13 @@ def on_one_node(tmp_path_factory):
     return digests(run_dir)
 
 
+def option(process, flag):
+    return command(process).partition(f"{flag} ")[2].split()[0]
+
+
 def parts():
     """The server's processes, by the number of their node."""
-    found = server_processes()
-    return {command(process).partition("--node-rank ")[2].split()[0]: process for process in found}
+    return {option(process, "--node-rank"): process for process in server_processes()}
 
 
 @pytest.mark.slow
@@ -66,7 +70,11 @@ def test_it_trains_to_the_same_weights_also_when_one_of_its_processes_is_lost(
     running.wait_for("held-out problems before training", 300)
     before = parts()
     assert sorted(before) == BOTH
-    assert len({process.ppid() for process in before.values()}) == 2, "an actor on each node"
+    hosts = [option(before[rank], "--host") for rank in BOTH]
+    assert set(hosts) < set(ADDRESSES)
+    assert len(set(hosts)) == 2, "a node each"
+    for process in before.values():
+        assert option(process, "--dist-init-addr").startswith(f"{hosts[0]}:"), "they meet on the first"
     before[killed].kill()
     running.wait_for("is back with weight version", 300)
     after = parts()
@@ -76,10 +84,9 @@ def test_it_trains_to_the_same_weights_also_when_one_of_its_processes_is_lost(
     assert finished.code == ExitCode.FINISHED, finished.output
     assert "is down" in finished.output
     assert digests(run_dir) == on_one_node, "nothing is lost, and each publish reached both ranks"
-    host = address.split(":")[0]
     for name, rank in (("server0.log", "0"), ("server0.node1.log", "1")):
         log = (run_dir / "logs" / name).read_text()
-        assert log.count(f"--nnodes 2 --node-rank {rank} --dist-init-addr {host}:") == 2, "the start and the restart"
+        assert log.count(f"--nnodes 2 --node-rank {rank} --dist-init-addr {hosts[0]}:") == 2, "the start, the restart"
     assert finished.left_behind == ()
     assert not server_processes()
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def address():
     """Address of a cluster whose nodes have 2 CPUs and 1 CPU: the trainer's TP group fits on the first alone."""
-    with ray_nodes(2, 1) as joined:
+    with ray_nodes("2", "1") as joined:
         yield joined
 
 
