@@ -89,7 +89,8 @@ class RolloutConfig:
     with the weights of that time."""
 
     tensor_parallel: PositiveInt = 1
-    """GPUs per server (processes, on a CPU)."""
+    """GPUs per server (processes, on a CPU). More than a node has come in equal parts from several of a joined Ray
+    cluster."""
 
     urls: Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...], Field(strict=False)] = ()
     """Addresses (http://host:port) of running servers, instead of `servers`. The run must be their only user.

@@ -1,16 +1,19 @@
 """Which servers a run uses: running ones by URL, new ones on this machine, or new ones that Ray places on a cluster.
 
-A server that Ray places is started and watched by an actor on whatever node has its place.
+A server that Ray places is started and watched by an actor on whatever node has its place; one that is larger than a
+node by an actor on each of its nodes. They start and end together.
 """
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from megatron_dapo.cluster.placement import Placement, PlacementError, check_shared_gpus
@@ -21,7 +24,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import State
-from rollout.server.engine import Engine, LocalServer, RemoteServer, tail
+from rollout.server.engine import Engine, LocalServer, RemoteServer, hold_port, tail
 from rollout.server.server_command import Secret, ServerSpec, new_key, read_key
 
 LOOK_INTERVAL_S = 1.0
@@ -35,6 +38,8 @@ NO_NODE = (
     "its node is gone, and no other node of the Ray cluster has room for rollout.tensor_parallel GPUs or CPUs; give "
     "the cluster another. None came"
 )
+RANK_TITLE = "sglang::sched"
+"""The kernel keeps 15 characters of a process's title."""
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 KEY_FILE = ".server-key"
@@ -114,8 +119,8 @@ def placed_engines(config: Config, logs: Path, placement: Placement, trainer: Tr
     colocated` the trainer's ranks do, which have started by then."""
     beside = trainer if config.run.mode == "colocated" and on_gpu else None
     return [
-        RayServer(config.rollout, _spec(config, logs, index, on_gpu=on_gpu), placement, bundle, beside)
-        for index, bundle in enumerate(placement.servers)
+        RayServer(config.rollout, _spec(config, logs, index, on_gpu=on_gpu), placement, bundles, beside)
+        for index, bundles in enumerate(placement.servers)
     ]
 
 
@@ -162,51 +167,78 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
 
 
 class ServerHost(LocalServer):
-    """Body of the Ray actor: one server process, which ends with the actor."""
+    """Body of the Ray actor: one server process, or that of one node of a server, which ends with the actor."""
 
     def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
         if config.host in NOT_REACHED:  # the coordinator may be on another node
             config = replace(config, host=ray.util.get_node_ip_address())
+        if spec.node_rank:  # nobody but SGLang's own health check asks there
+            config = replace(config, port=0)
         super().__init__(config, spec)
+        self._meeting: socket.socket | None = None
 
-    async def begin(self) -> str:
+    def meeting(self) -> str:
+        """Where the processes of a server on several nodes can meet, at this one, held while the actor lives."""
+        self._meeting = hold_port(replace(self.config, port=0), self.spec.index)
+        return f"{self.config.host}:{self._meeting.getsockname()[1]}"
+
+    async def begin(self, meeting: str = "") -> str:
         """Starts the process. Returns its URL."""
+        self.spec = replace(self.spec, meeting=meeting)
         await self.start()
         return self.url
 
+    def alive(self) -> bool:
+        """Of a further node's part also whether every rank lives: SGLang looks at its first one alone there."""
+        if self.spec.node_rank == 0 or self.process is None or not super().alive():
+            return super().alive()
+        ended = [each for each in psutil.Process(self.process.pid).children() if each.status() == psutil.STATUS_ZOMBIE]
+        return not any(each.name().startswith(RANK_TITLE) for each in ended)
+
 
 class RayServer:
-    """Engine (rollout.server.engine): the coordinator's side of a ServerHost. An actor that was lost is made anew."""
+    """Engine (rollout.server.engine): the coordinator's side of a ServerHost, or of one on each of a server's nodes. If
+    one is lost, all are ended and made anew: no rank can go on without the others."""
 
     ours = True
 
     def __init__(
-        self, config: RolloutConfig, spec: ServerSpec, placement: Placement, bundle: int, beside: Trainer | None
+        self,
+        config: RolloutConfig,
+        spec: ServerSpec,
+        placement: Placement,
+        bundles: Sequence[int],
+        beside: Trainer | None,
     ) -> None:
         """`beside`: whose GPUs in the bundle the server uses too, at each start; None: Ray gives it its own."""
-        self._config, self._spec, self._placement, self._bundle = config, spec, placement, bundle
+        self._config, self._spec, self._placement, self._bundles = config, spec, placement, bundles
         self._beside = beside
-        self._host: Any = None
+        self._hosts: list[Any] = []
         self.url = f"http://server{spec.index}.not-started"
         self._alive = False
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts it in its place, which Ray moves when the node is gone and another one has room.
+        """Starts it in its places, which Ray moves when a node is gone and another one has room.
 
         Raises:
             ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
         """
         await self._ask(self._placed(), PLACE_DEADLINE_S, NO_NODE)
-        on_gpu, gpus, spec = self._spec.device == "cuda", self._config.tensor_parallel, self._spec
+        nodes, spec = len(self._bundles), self._spec
+        on_gpu, gpus = spec.device == "cuda", self._config.tensor_parallel // nodes
         if self._beside is not None:
             spec = replace(spec, gpus=_share(self._beside.gpus, spec.index, gpus))
         own, cpus = gpus if on_gpu and self._beside is None else 0, 1 if on_gpu else gpus
-        place = self._placement.at(self._bundle)
-        actor = ray.remote(ServerHost).options(num_cpus=cpus, num_gpus=own, max_restarts=0, **place)
-        self._host = actor.remote(self._config, spec)
+        for bundle, part in zip(self._bundles, spec.on_nodes(nodes), strict=True):
+            place = self._placement.at(bundle)
+            actor = ray.remote(ServerHost).options(num_cpus=cpus, num_gpus=own, max_restarts=0, **place)
+            self._hosts.append(actor.remote(self._config, part))
+        first = self._hosts[0]
         try:
-            self.url = await self._ask(self._host.begin.remote(), START_DEADLINE_S)
+            meeting = await self._ask(first.meeting.remote(), START_DEADLINE_S) if nodes > 1 else ""
+            urls = asyncio.gather(*(host.begin.remote(meeting) for host in self._hosts))
+            self.url = (await self._ask(urls, START_DEADLINE_S))[0]
         except BaseException:
             self.kill()
             raise
@@ -218,7 +250,7 @@ class RayServer:
 
     def log_tail(self) -> str:
         """The run directory is on a file system that all nodes see."""
-        return tail(Path(self._spec.log_path))
+        return "\n".join(tail(part.log_path) for part in self._spec.on_nodes(len(self._bundles)))
 
     async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         """By a new actor, whatever has become of the old one and its node."""
@@ -231,27 +263,29 @@ class RayServer:
         self._alive = False
         if self._watch is not None:
             self._watch.cancel()
-        if self._host is not None:
-            ray.kill(self._host)
-            self._host = None
+        while self._hosts:
+            ray.kill(self._hosts.pop())
 
     async def close(self) -> None:
-        if self._host is not None:
-            with suppress(ServerStartError):  # it is gone already
-                await self._ask(self._host.close.remote(), ANSWER_DEADLINE_S)
+        await asyncio.gather(*map(self._close, self._hosts))
         self.kill()
+
+    async def _close(self, host: Any) -> None:
+        with suppress(ServerStartError):  # it is gone already
+            await self._ask(host.close.remote(), ANSWER_DEADLINE_S)
 
     async def _look(self) -> None:
         while self._alive:
             try:
-                self._alive = await self._host.alive.remote()
+                self._alive = all(await asyncio.gather(*(host.alive.remote() for host in self._hosts)))
             except ray.exceptions.RayError:  # with its actor or its node
                 self._alive = False
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _placed(self) -> None:
-        while not await asyncio.to_thread(self._placement.stands, self._bundle):
-            await asyncio.sleep(LOOK_INTERVAL_S)
+        for bundle in self._bundles:
+            while not await asyncio.to_thread(self._placement.stands, bundle):
+                await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _ask(
         self, answer: Awaitable[Any], deadline_s: float, silent: str = "its Ray actor gave no answer"

@@ -1,7 +1,8 @@
 """Where trainer ranks and servers stand on a Ray cluster: one placement group for all, checked before anything loads.
 
-A tensor-parallel group of the trainer is one bundle, and so is a server: a bundle never spans two nodes. On GPUs that
-both share (`run.mode: colocated`) a bundle holds whole groups and whole servers, as many as the larger one has GPUs.
+A tensor-parallel group of the trainer is one bundle, and so is a server, or its part on each of several nodes: a bundle
+never spans two nodes. On GPUs that both share (`run.mode: colocated`) a bundle holds whole groups and whole servers, as
+many as the larger one has GPUs.
 """
 
 import re
@@ -43,8 +44,8 @@ class Placement:
     group: PlacementGroup
     trainer: tuple[int, ...]
     """Bundle of each trainer process; those of a node follow each other. `by_node_and_gpu` makes ranks of them."""
-    servers: tuple[int, ...]
-    """Bundle of each server that Ray starts; none where the coordinator's machine starts them itself."""
+    servers: tuple[tuple[int, ...], ...]
+    """Bundles of each server that Ray starts, one a node; none where the coordinator's machine starts them itself."""
 
     def at(self, bundle: int) -> dict[str, Any]:
         """Ray's options for an actor in a bundle."""
@@ -56,8 +57,8 @@ class Placement:
         return any(node["NodeID"] == home and node["Alive"] for node in ray.nodes())
 
 
-def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundle]:
-    """The trainer's tensor-parallel groups, then the servers; or both together.
+def needed_bundles(config: Config, *, use_gpu: bool, servers: int, nodes: int = 1) -> list[Bundle]:
+    """The trainer's tensor-parallel groups, then the servers, each in `nodes` parts; or both together.
 
     Raises:
         PlacementError: they cannot share GPUs.
@@ -70,8 +71,10 @@ def needed_bundles(config: Config, *, use_gpu: bool, servers: int) -> list[Bundl
         what = f"{size} trainer ranks and {size // each} servers (TP {each}) on the same GPUs"
         return [Bundle(what=what, cpus=size + size // each, gpus=size)] * (ranks // size)
     trainer = Bundle(what=f"trainer (TP group of {size})", cpus=size, gpus=size if use_gpu else 0)
-    server = Bundle(what=f"server (TP {each})", cpus=1 if use_gpu else each, gpus=each if use_gpu else 0)
-    return [trainer] * (ranks // size) + [server] * servers
+    what = f"server (TP {each})" if nodes == 1 else f"part of a server (TP {each} on {nodes} nodes)"
+    part = each // nodes
+    server = Bundle(what=what, cpus=1 if use_gpu else part, gpus=part if use_gpu else 0)
+    return [trainer] * (ranks // size) + [server] * servers * nodes
 
 
 def check_shared_gpus(config: Config) -> None:
@@ -106,11 +109,13 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     """Reserve the places of every rank and of `servers` servers.
 
     Raises:
-        PlacementError: they do not fit, whatever the order, or cannot share GPUs.
+        PlacementError, ConfigError: they do not fit, whatever the order, or cannot share GPUs.
         Stalled: they would fit, but somebody else holds the places.
     """
-    bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers)
-    check_fit(bundles, cluster_nodes())
+    there = cluster_nodes()
+    nodes = config.nodes_of_server(max(node.gpus if use_gpu else node.cpus for node in there)) if servers else 1
+    bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers, nodes=nodes)
+    check_fit(bundles, there)
     asked = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if use_gpu else {}) for bundle in bundles]
     group = placement_group(asked, strategy="PACK")
     await waits.wait_for("placement", "Ray", config.run.start_deadline_s, group.ready())
@@ -121,8 +126,8 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     address = {node["NodeID"]: _natural(node["NodeManagerAddress"]) for node in ray.nodes()}
     ordered = sorted(groups, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
     trainer = tuple(bundle for bundle in ordered for _ in range(size))
-    own = tuple(range(len(groups), len(bundles)))
-    beside = trainer[:: config.rollout.tensor_parallel]
+    own = tuple(tuple(range(at, at + nodes)) for at in range(len(groups), len(bundles), nodes))
+    beside = tuple((bundle,) for bundle in trainer[:: config.rollout.tensor_parallel])
     return Placement(group=group, trainer=trainer, servers=beside if servers and not own else own)
 
 

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.actor_config import ActorConfig, LoraConfig
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
-from megatron_dapo.config.base import STRICT
+from megatron_dapo.config.base import STRICT, ConfigError
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
 from reward.config import RewardConfig, ServiceConfig
@@ -74,6 +74,22 @@ class Config:
             # A server that is lost then waits for the next publish: others must serve meanwhile.
             return "tensor" if self.rollout.servers > 1 or self.rollout.speculates else "disk"
         return "distributed" if (on_gpus and not shared) or self.rollout.speculates else "disk"
+
+    def nodes_of_server(self, size: int) -> int:
+        """How many nodes, of `size` GPUs (of a run on CPUs: CPUs) or fewer, a server takes that the run starts, an
+        equal part of it on each. So large a part leaves no room on its node for another part of that server.
+
+        Raises:
+            ConfigError: it has no equal parts, or shares its GPUs with the trainer.
+        """
+        each = self.rollout.tensor_parallel
+        nodes = -(-each // size)
+        larger = f"rollout.tensor_parallel = {each}: a server is larger than a node, which has {size}"
+        if nodes > 1 and self.run.mode == "colocated":
+            raise ConfigError(f"{larger}; run.mode = colocated needs {size} or less")
+        if each % nodes:
+            raise ConfigError(f"{larger}, and {nodes} nodes cannot hold equal parts of it; set it to {size * nodes}")
+        return nodes
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""

@@ -16,7 +16,7 @@ from megatron_dapo.doctor import machine_checks as machine
 from megatron_dapo.doctor.probing import FIX, NO_CONFIG, Facts, Finding, failed, passed, run, warning
 from megatron_dapo.plan.memory import disk_bytes, node_memory, routing_bytes, routing_of_batch
 from megatron_dapo.plan.rank_state import model_parameters
-from megatron_dapo.plan.scenario import Scenario, load_calibration
+from megatron_dapo.plan.scenario import Scenario, load_calibration, share_gpus
 from megatron_dapo.storage.run_dir import RunDirError, has_run, refuse_what_is_there
 from rollout.errors import ServerStartError
 
@@ -79,7 +79,9 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
     room = f"{free / 1e9:.0f} GB free in {folder}; weights and checkpoints need {needed / 1e9:.1f} GB"
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
         yield passed(room) if free >= needed else failed(room, FIX["disk"])
-    yield passed(f"new weights reach the servers by: {facts.config.way_of_weights(on_gpus=facts.on_gpus)}")
+    shared = len(facts.gpus) == 1 and share_gpus(facts.config)
+    way = facts.config.way_of_weights(on_gpus=facts.on_gpus, shared=shared)
+    yield passed(f"new weights reach the servers by: {way}")
 
 
 def _scenario(config: Config) -> Scenario:

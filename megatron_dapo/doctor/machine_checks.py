@@ -29,8 +29,12 @@ _SERVER = ("sgl_kernel", "flashinfer", "torch_memory_saver.utils", "sglang.srt.e
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Every requirement inside its bounds."""
-    declared = map(Requirement, importlib.metadata.requires("megatron-dapo") or [])
     installed = {canonicalize_name(one.name): one.version for one in importlib.metadata.distributions() if one.name}
+    if (own := canonicalize_name("megatron-dapo")) not in installed:
+        found = "megatron-dapo is on PYTHONPATH alone: bounds are not known, and no server starts on a CPU"
+        yield (warning if facts.on_gpus else failed)(found, FIX["own package"])
+        return
+    declared = map(Requirement, importlib.metadata.requires(own) or [])
     # The extra names what training and generation need on any device.
     needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": "cpu"})]
     for one in needed:
@@ -107,8 +111,7 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
             yield failed(f"nvidia-smi is here but lists no GPU {why}", FIX["driver"])
             return
         yield warning("nvidia-smi is here but finds no device", FIX["no device"])
-    # A tensor-parallel group stands on one node.
-    group = max(config.actor.layout.tensor, 1 if config.rollout.urls else config.rollout.tensor_parallel)
+    group = config.actor.layout.tensor
     shown = "none: a run here uses the CPU"
     if gpus:
         shown = f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory:.0f} MiB, driver {gpus[0].driver}"
@@ -122,6 +125,8 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     elif gpus and facts.elsewhere and group > len(gpus):
         yield failed(f"{shown}; a tensor-parallel group of {group} stands on one node", FIX["group"])
     elif facts.elsewhere:
+        if gpus and not config.rollout.urls:
+            config.nodes_of_server(len(gpus))
         yield warning(f"{shown}; trainer and servers need {facts.elsewhere} more, on other nodes", FIX["in a job"])
     yield passed(shown)
     if busy := [str(number) for number, gpu in enumerate(gpus) if gpu.used > _BUSY_SHARE * gpu.memory]:

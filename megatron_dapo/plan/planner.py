@@ -39,6 +39,9 @@ class Plan:
     server: ServerMemory | None
     """None where `rollout.urls` names servers that someone else runs."""
 
+    nodes: int
+    """Of a server that the run starts."""
+
     misfits: list[Misfit]
     step: StepPlan | None
     """None where something does not fit."""
@@ -66,12 +69,13 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
         steps: rollout steps that are simulated, unless `filled` has them.
 
     Raises:
-        ConfigError: the layout does not divide the model, or an assumption is impossible.
+        ConfigError: the layout does not divide the model, a server has no place, or an assumption is impossible.
     """
     check_actor(case.hf, case.config.actor)
     workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
     if heads % parallel:
         raise ConfigError(f"rollout.tensor_parallel = {parallel}: must divide the model's {heads} attention heads")
+    nodes = 1 if case.config.rollout.urls else case.config.nodes_of_server(int(case.constants.gpus_per_node))
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
     step = None
     if not misfits:
@@ -80,7 +84,9 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
     mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
     least = least_recompute(case)
-    return Plan(case=case, ranks=ranks, server=own_server, misfits=misfits, step=step, host=host, recompute=least)
+    return Plan(
+        case=case, ranks=ranks, server=own_server, nodes=nodes, misfits=misfits, step=step, host=host, recompute=least
+    )
 
 
 def find_misfits(case: Scenario) -> list[Misfit]:

@@ -55,19 +55,20 @@ def limit_s(time: str) -> int | None:
 
 def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
     """GPUs, or CPUs of a run on CPUs, that are used on each of the fewest nodes that hold the trainer's tensor-parallel
-    groups and the servers, none of which spans two nodes. Servers may be on the trainer's GPUs (`share_gpus`).
+    groups, none of which spans two nodes, and the servers. Servers may be on the trainer's GPUs (`share_gpus`).
 
     Raises:
-        ConfigError: one of them is larger than a node.
+        ConfigError: a group is larger than a node, or such a server has no equal parts.
     """
     layout, rollout = config.actor.layout, config.rollout
     shared = share_gpus(config) and (options.gpus_per_node > 0 or config.run.mode == "colocated")
     size, kind = options.gpus_per_node or options.cpus_per_node, "GPUs" if options.gpus_per_node else "CPUs"
     pieces = [layout.tensor] * (layout.world_size // layout.tensor)
-    pieces += [rollout.tensor_parallel] * (0 if shared or rollout.urls else rollout.servers)
-    if max(*pieces, rollout.tensor_parallel if not rollout.urls else 0) > size:
-        sizes = f"actor.layout.tensor = {layout.tensor}, rollout.tensor_parallel = {rollout.tensor_parallel}"
-        raise ConfigError(f"{sizes}: such a group stands on one node, and a node has {size} {kind}; lower it")
+    if layout.tensor > size:
+        one = f"actor.layout.tensor = {layout.tensor}: such a group stands on one node"
+        raise ConfigError(f"{one}, and a node has {size} {kind}; lower it")
+    parts = 1 if rollout.urls else config.nodes_of_server(size)
+    pieces += [rollout.tensor_parallel // parts] * (0 if shared or rollout.urls else rollout.servers * parts)
     room = [size] * len(pieces)  # of a node for each, more than are needed
     for piece in sorted(pieces, reverse=True):
         room[next(at for at, free in enumerate(room) if free >= piece)] -= piece

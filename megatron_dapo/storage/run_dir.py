@@ -152,12 +152,16 @@ class RunDir:
         with _usable(path):
             self._lock = files.lock_folder(self.path)
         self._identity = _identity(self.path)
-        if not resume:
-            try:
+        try:
+            if not resume:
                 refuse_what_is_there(self.path)
-            except RunDirError:
-                self.close()
-                raise
+            if self.rollout.is_symlink() or self.rollout.is_file():
+                raise RunDirError(
+                    f"{self.rollout}: is no folder, and the run makes and removes one there; move it away"
+                )
+        except RunDirError:
+            self.close()
+            raise
 
     def check_there(self) -> None:
         """Call it before writing what a resume needs: the path of a lost mount may still be a directory, and what is

@@ -50,10 +50,21 @@ class ServerSpec:
     gpus: tuple[str, ...] = ()
     """GPUs of this machine that the server sees, as CUDA_VISIBLE_DEVICES names them, as many as
     `rollout.tensor_parallel`; empty: all."""
+    nodes: int = 1
+    """On how many machines it stands, with a process of its own and an equal part of its ranks on each."""
+    node_rank: int = 0
+    """Which of these this process is; the first one answers requests."""
+    meeting: str = ""
+    """host:port on the first one's machine, where they meet; empty with one machine."""
 
     def starting_with(self, weights: tuple[Path, str] | None) -> "ServerSpec":
         """With other weights, and their name."""
         return self if weights is None else replace(self, model_path=weights[0], weight_version=weights[1])
+
+    def on_nodes(self, nodes: int) -> "list[ServerSpec]":
+        """Its processes on so many machines. Each has a log of its own: server0.log, server0.node1.log, ..."""
+        logs = [self.log_path, *(self.log_path.with_suffix(f".node{rank}.log") for rank in range(1, nodes))]
+        return [replace(self, nodes=nodes, node_rank=rank, log_path=log) for rank, log in enumerate(logs)]
 
 
 def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list[str]:
@@ -112,6 +123,9 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         if config.deterministic:  # a prompt cut in two would be computed in another order
             # With -1, which is no limit, SGLang makes room for the experts of its running responses' last tokens alone.
             arguments["--chunked-prefill-size"] = str(kv_cache_tokens if spec.routed_experts else -1)
+    if spec.nodes > 1:
+        nodes = {"--nnodes": str(spec.nodes), "--node-rank": str(spec.node_rank), "--dist-init-addr": spec.meeting}
+        arguments |= nodes
     if kv_cache_tokens is not None:
         arguments["--max-total-tokens"] = str(kv_cache_tokens)
     return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)

@@ -11,6 +11,7 @@ import os
 import random
 import secrets
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,16 @@ class Host:
     def __init__(self, config: Any, spec: Any) -> None:
         self.gpus = spec.gpus or tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
-    async def begin(self) -> str:
-        return f"http://{ray.get_runtime_context().get_node_id()}/{','.join(self.gpus)}"
+    def meeting(self) -> str:
+        return f"meeting.{ray.get_runtime_context().get_node_id()}:1"
+
+    async def begin(self, meeting: str = "") -> str:
+        place = [ray.get_runtime_context().get_node_id(), ",".join(self.gpus), *([meeting] if meeting else [])]
+        self.began = f"http://{'/'.join(place)}"
+        return self.began
+
+    def where(self) -> tuple[str, int]:
+        return self.began, os.getpid()
 
     def alive(self) -> bool:
         return True
@@ -118,17 +127,45 @@ async def a_server_whose_node_dies(cluster: Cluster, nodes: dict[str, Any], fold
     other.kill()  # its actor with it
     await other.restart()
     added = cluster.add_node(**NODE)
+    nodes[added.node_id] = added
     await engines[lost].restart()
     found = {"words": words, "lost": homes[lost], "added": added.node_id, "now": engines[lost].url}
+    for engine in engines:
+        engine.kill()
+    remove_placement_group(placement.group)
     return found | {"other": [before, other.url]}
+
+
+async def a_server_on_two_nodes(cluster: Cluster, nodes: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A server of TP 8 that loses its second node, with a third one for it and a fourth for the rank pair."""
+    config = config_of("rollout.tensor_parallel=8")
+    placement = await place(config, Waits(), use_gpu=True, servers=1)
+    ranks = trainer.Trainer(config, None, folder, Waits(), use_gpu=True)  # type: ignore[arg-type]
+    (engine,) = placed_engines(config, folder / "logs", placement, ranks, on_gpu=True)
+    await engine.start()
+    before = [await host.where.remote() for host in engine._hosts]  # type: ignore[attr-defined]
+    cluster.remove_node(nodes[before[1][0].split("/")[2]], allow_graceful=False)
+    while engine.alive():
+        await asyncio.sleep(0.2)
+    for _ in range(8):  # the first ones while Ray still believes in the node
+        with suppress(ServerStartError):
+            await engine.restart()
+            break
+    after = [await host.where.remote() for host in engine._hosts]  # type: ignore[attr-defined]
+    engine.kill()
+    remove_placement_group(placement.group)
+    return {"before": before, "after": after, "url": engine.url}
 
 
 async def main(cluster: Cluster, nodes: dict[str, Any]) -> dict[str, Any]:
     trainer.TrainerRank, servers.ServerHost = Rank, Host  # type: ignore[misc, assignment]
-    servers.PLACE_DEADLINE_S, servers.START_DEADLINE_S, servers.ANSWER_DEADLINE_S = 3.0, 10.0, 10.0
+    servers.PLACE_DEADLINE_S, servers.START_DEADLINE_S, servers.ANSWER_DEADLINE_S = 3.0, 30.0, 10.0
     with tempfile.TemporaryDirectory() as folder:
         found = await ranks_and_colocated_servers(Path(folder))
-        return found | {"replaced": await a_server_whose_node_dies(cluster, nodes, Path(folder))}
+        found |= {"replaced": await a_server_whose_node_dies(cluster, nodes, Path(folder))}
+        added = [cluster.add_node(**NODE) for _ in range(2)]
+        nodes |= {node.node_id: node for node in added}
+        return found | {"divided": await a_server_on_two_nodes(cluster, nodes, Path(folder))}
 
 
 if __name__ == "__main__":

@@ -46,3 +46,18 @@ def test_a_server_whose_node_is_lost_says_what_it_waits_for_and_moves_to_a_node_
     assert "its node is gone, and no other node of the Ray cluster has room" in replaced["words"]
     assert replaced["added"] != replaced["lost"]
     assert replaced["now"] == f"http://{replaced['added']}/0,1"
+
+
+def test_a_server_on_two_nodes_has_all_gpus_of_both_and_meets_on_the_first(found):
+    for places in (found["divided"]["before"], found["divided"]["after"]):
+        parts = [url.split("/") for url, _ in places]
+        assert [part[3] for part in parts] == ["0,1,2,3"] * 2
+        assert parts[0][2] != parts[1][2], "two nodes"
+        assert {part[4] for part in parts} == {f"meeting.{parts[0][2]}:1"}
+    assert found["divided"]["url"] == found["divided"]["after"][0][0], "the first answers"
+
+
+def test_a_server_that_loses_one_of_its_nodes_starts_again_whole(found):
+    before, after = found["divided"]["before"], found["divided"]["after"]
+    assert before[1][0].split("/")[2] not in after[0][0] + after[1][0], "it moved from the lost node"
+    assert not {pid for _, pid in before} & {pid for _, pid in after}, "also its other part is a new process"

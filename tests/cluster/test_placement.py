@@ -10,9 +10,9 @@ from megatron_dapo.config import load_config
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
-def bundles(*overrides, servers):
+def bundles(*overrides, servers, nodes=1):
     config = load_config(CONFIG, [f"rollout.servers={max(1, servers)}", *overrides])
-    return needed_bundles(config, use_gpu=True, servers=servers)
+    return needed_bundles(config, use_gpu=True, servers=servers, nodes=nodes)
 
 
 def nodes(*gpus):
@@ -45,6 +45,15 @@ def test_bundles_fit_only_where_none_is_split(gpus, fits):
         return
     with pytest.raises(PlacementError):
         check_fit(asked, nodes(*gpus))
+
+
+def test_a_server_that_is_larger_than_a_node_has_a_bundle_on_each_of_its_nodes():
+    asked = bundles("rollout.tensor_parallel=16", servers=2, nodes=2)
+    assert [bundle.gpus for bundle in asked] == [2, 8, 8, 8, 8]
+    check_fit(asked, nodes(2, 8, 8, 8, 8))
+    with pytest.raises(PlacementError) as caught:
+        check_fit(asked, nodes(2, 8, 8, 8))
+    assert "4 x part of a server (TP 16 on 2 nodes): 8 GPUs, 1 CPUs on one node" in str(caught.value)
 
 
 def test_the_error_says_what_is_asked_for_and_what_there_is():

@@ -193,7 +193,7 @@ def test_overrides_replace_values_of_the_file(file):
         ),
         ("", ["rollout.extra_args=[--quantization fp8]"], ["--quantization fp8", "as two"]),
         ("", ["rollout.extra_args=[--config, more.yaml]"], ["--config", "the options themselves"]),
-        ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "without a port"]),
+        ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "where its processes meet"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
         ("", ["run.mode=colocated"], ["between_phases = none", "needs all"]),
         ("", ["rollout.weight_sync=tensor"], ["weight_sync = tensor", "run.mode=sync needs auto, disk or distributed"]),

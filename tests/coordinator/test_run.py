@@ -1,10 +1,13 @@
-"""How a run is asked to stop by a file, and what is on disk before it says that it is finished."""
+"""How a run is asked to stop by a file, how often it begins again, and what is on disk before it says that it ended."""
 
 import asyncio
 import os
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
+from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import run
 from megatron_dapo.coordinator.run import export_model, stop_on_file
@@ -140,3 +143,32 @@ def test_the_exported_model_and_its_name_are_on_disk_before_the_run_goes_on(tmp_
     asyncio.run(export_model(context))
     names = ("", "model", "model/below", "model/model.safetensors", "model/below/tokenizer.json")
     assert synced == {str(tmp_path / name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "newest", "begun"),
+    [
+        (0, [5, 5], [False]),
+        (3, [5, 5, 5, 5, 5], [False, True, True, True]),
+        (3, [0, 0, 0, 0, 0], [False, True, True, True]),
+        (2, [0, 0, 4, 4, 4], [False, True, True, True]),
+        (1, [0, 1, 2, 3, 3], [False, True, True, True]),
+    ],
+    ids=["never", "three times", "three times from the beginning", "two of each checkpoint", "one of each checkpoint"],
+)
+def test_lost_ranks_restart_a_run_so_often_without_a_new_checkpoint_as_the_config_says(
+    allowed, newest, begun, monkeypatch
+):
+    """`newest`: checkpoints at the start and at each loss."""
+    resumed, seen = [], iter(newest)
+
+    async def lost(config, inputs, console, stop):
+        resumed.append(config.run.resume)
+        raise TrainerLost("rank 0: its process ended")
+
+    monkeypatch.setattr(run, "run", lost)
+    monkeypatch.setattr(run, "newest_step", lambda path: next(seen))
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.max_restarts={allowed}"])
+    with pytest.raises(TrainerLost):
+        asyncio.run(run.run_with_restarts(config, None, SimpleNamespace(note=lambda line: None), None))
+    assert resumed == begun

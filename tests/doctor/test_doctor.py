@@ -13,7 +13,7 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.config import load_config
 from megatron_dapo.doctor import config_checks, machine_checks
 from megatron_dapo.doctor.config_checks import examine, findings_of
-from megatron_dapo.doctor.probing import Facts
+from megatron_dapo.doctor.probing import Facts, Gpu
 from megatron_dapo.plan.scenario import changed
 from tests.plan.conftest import RECIPES
 from tests.test_repository import imports, python_files, within
@@ -229,12 +229,16 @@ def test_a_run_directory_is_free_or_goes_on_or_is_taken(config):
     assert of(check, config)[0][0] is FAIL, "files of another kind"
 
 
-def test_a_disk_with_room_passes_and_keeps_nothing(config, tmp_path):
+def test_a_disk_with_room_passes_and_keeps_nothing(config, tmp_path, monkeypatch):
     before = sorted(tmp_path.iterdir())
     room, way = of(config_checks.check_disk, config)
     assert (room[0], way[1]) == (PASS, "new weights reach the servers by: disk")
     [_, way] = of(config_checks.check_disk, config, {"actor.device": "cuda"})
     assert way[1] == "new weights reach the servers by: distributed"
+    for gpus, alone in ((1, "disk"), (2, "distributed")):
+        monkeypatch.setattr(Facts, "gpus", [Gpu("H100", 81559, 0, "580")] * gpus)
+        [_, way] = of(config_checks.check_disk, config, {"actor.layout.tensor": 1})
+        assert way[1] == f"new weights reach the servers by: {alone}", "trainer and server share a GPU that is alone"
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -52,7 +52,7 @@ def test_on_a_good_node_everything_passes(machine, config):
 
 
 def test_gpus_that_other_nodes_bring_are_no_failure(machine, config):
-    """But a tensor-parallel group stands on one node."""
+    """But a tensor-parallel group stands on one node, and a server has equal parts on several."""
     machine.program("nvidia-smi", f"#!/bin/sh\necho '{GPU}'\n")
     machine.module("torch", TORCH.replace("return 8", "return 1"))
     status, _, found, _ = only(machine, config)
@@ -61,6 +61,10 @@ def test_gpus_that_other_nodes_bring_are_no_failure(machine, config):
     status, _, found, fix = only(machine, changed(config, alone))
     assert (status, found.partition("; ")[2]) == (WARNING, "trainer and servers need 4 more, on other nodes")
     assert "srun --nodes=1 --gpus-per-node=8 megatron-dapo doctor" in fix
+    assert only(machine, changed(config, alone | {"rollout.tensor_parallel": 2}))[0] == WARNING, "on two nodes"
+    shared = {"run.mode": "colocated", "actor.layout.data": 4, "rollout.tensor_parallel": 4}
+    status, _, found, _ = only(machine, changed(config, alone | shared))
+    assert (status, found.partition("; ")[2]) == (FAIL, "run.mode = colocated needs 1 or less")
     machine.set(RAY_ADDRESS="10.0.0.1:6379")
     assert machine.problems(config) == []
 

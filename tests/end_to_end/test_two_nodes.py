@@ -1,15 +1,11 @@
 """A run on a Ray cluster of two nodes that stands already: the trainer on one, the server on the other."""
 
-import os
-import secrets
 import signal
-import subprocess
-import sys
 
-import psutil
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
+from tests.end_to_end.joined import of_the_cluster, ray_nodes, server_processes
 from tests.processes import ROOT, Running
 
 CONFIG = ROOT / "examples" / "quickstart" / "dapo.yaml"
@@ -27,36 +23,8 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def address():
     """Address of a cluster whose nodes have 2 CPUs and 1 CPU: the trainer's TP group fits on the first alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        nodes = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray_nodes", "2", "1"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert nodes.stdout is not None
-        line = next((line for line in iter(nodes.stdout.readline, "") if line.startswith("address ")), None)
-        assert line, "the cluster did not start"
-        patch.setenv("RAY_ADDRESS", line.split()[1])
-        yield line.split()[1]
-        nodes.communicate(timeout=60)
-
-
-def of_the_cluster(title: str) -> list[psutil.Process]:
-    """Processes that know this cluster's token and whose title begins with `title`; its raylets start them, not us."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            known = process.environ().get("RAY_AUTH_TOKEN") == os.environ["RAY_AUTH_TOKEN"]
-            if known and process.pid != os.getpid() and " ".join(process.cmdline()).startswith(title):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    with ray_nodes("2", "1") as joined:
+        yield joined
 
 
 def start(run_dir, *overrides):
@@ -77,7 +45,7 @@ def test_trainer_and_server_stand_on_different_nodes_and_a_lost_server_host_come
     log = (tmp_path / "run" / "logs" / "server0.log").read_text()
     assert f"--host {address.split(':')[0]}" in log, "servers listen on the cluster's interface, not on every one"
     assert finished.left_behind == ()
-    assert not [process for process in of_the_cluster("") if "rollout.server.launch_server" in process.cmdline()]
+    assert not server_processes()
 
 
 def test_what_does_not_fit_is_explained_before_anything_loads(address, tmp_path):

@@ -102,6 +102,23 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(constants):
         planned(constants, "h100_32", {"actor.layout.pipeline": 3})
 
 
+def test_a_server_on_several_nodes_is_said_with_what_is_not_counted():
+    recipe, server = str(RECIPES / "h100_32.yaml"), ["rollout.servers=1", "rollout.tensor_parallel=10"]
+    text = CliRunner().invoke(app, ["plan", recipe, *server])
+    assert text.exit_code == 0, text.output
+    assert "10 generate (1 servers of 10, each on 2 nodes)" in text.stdout
+    assert "Not counted: a server's sums over the network, evaluation" in " ".join(text.stdout.split())
+    small = CliRunner().invoke(app, ["plan", recipe]).stdout
+    assert "nodes" not in small
+    assert "over the network" not in small
+
+
+def test_a_server_without_equal_parts_on_nodes_is_refused(constants):
+    sizes = {"rollout.servers": 1, "rollout.tensor_parallel": 20}
+    with pytest.raises(ConfigError, match=r"which has 8, and 3 nodes cannot hold equal parts of it; set it to 24"):
+        planned(constants, "h100_32", sizes)
+
+
 def test_an_unknown_model_is_named_with_those_that_are_known():
     with pytest.raises(ConfigError, match=r"model.path = models/Unknown.*Qwen2.5-32B"):
         model_dimensions("models/Unknown")

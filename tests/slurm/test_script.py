@@ -64,6 +64,16 @@ def test_no_group_is_split_over_two_nodes():
         used_of_nodes(config, options(gpus_per_node=3))
 
 
+def test_a_server_that_is_larger_than_a_node_gets_equal_parts_of_several():
+    layout = ["actor.layout.tensor=4", "actor.layout.data=1", "rollout.servers=2"]
+    recipe = ROOT / "examples" / "qwen2.5_32b" / "paper.yaml"
+    config = load_config(recipe, [*layout, "rollout.tensor_parallel=10"])
+    assert used_of_nodes(config, options()) == [5, 5, 5, 5, 4]
+    assert used_of_nodes(config, options(gpus_per_node=10)) == [10, 10, 4]
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel = 9: a server is larger than a node, which has 8"):
+        used_of_nodes(load_config(recipe, [*layout, "rollout.tensor_parallel=9"]), options())
+
+
 def test_too_few_nodes_are_refused():
     with pytest.raises(ConfigError, match="need at least 4 nodes"):
         script(ROOT / "examples" / "qwen2.5_32b" / "h100_32.yaml", nodes=3)

@@ -28,6 +28,18 @@ def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp
     RunDir(tmp_path / "run", resume=True).close()
 
 
+@pytest.mark.parametrize(
+    "make", [Path.touch, lambda path: path.symlink_to(path.parent), lambda path: path.symlink_to("none")]
+)
+def test_something_else_where_the_rollout_is_saved_is_named_before_the_run(make, tmp_path):
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / "rollout")
+    with pytest.raises(RunDirError, match=r"run/rollout: is no folder, .*; move it away"):
+        RunDir(tmp_path / "run", resume=True)
+    (tmp_path / "run" / "rollout").unlink()
+    RunDir(tmp_path / "run", resume=True).close()
+
+
 def test_a_disk_that_takes_nothing_is_named(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(30, "Read-only file system")

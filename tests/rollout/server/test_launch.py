@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -231,6 +232,19 @@ def test_a_free_port_that_another_run_takes_first_is_drawn_anew(monkeypatch: pyt
         monkeypatch.setattr(engine, "free_port", lambda host: next(drawn))
         with hold_port(RolloutConfig(), 0) as held:
             assert held.getsockname()[1] == ports[0]
+
+
+def test_a_server_on_several_machines_has_a_process_and_a_log_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, asked = Path("logs/server3.log"), {"--nnodes", "--node-rank", "--dist-init-addr"}
+    assert not asked & set(server_arguments(RolloutConfig(), *spec(log_path=log).on_nodes(1), 31000))
+    parts = [replace(part, meeting="10.0.0.7:29000") for part in spec(log_path=log, index=3).on_nodes(2)]
+    assert [str(part.log_path) for part in parts] == ["logs/server3.log", "logs/server3.node1.log"]
+    for rank, part in enumerate(parts):
+        arguments = server_arguments(RolloutConfig(tensor_parallel=16), part, 31000)
+        assert [value(arguments, flag) for flag in ("--nnodes", "--node-rank")] == ["2", str(rank)]
+        assert value(arguments, "--dist-init-addr") == "10.0.0.7:29000"
+        assert value(arguments, "--tensor-parallel-size") == "16", "of the whole server"
+        assert value(arguments, "--random-seed") == "11", "the same noise at every rank"
 
 
 def test_a_servers_port_is_its_own_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
