@@ -83,6 +83,10 @@ class OptimizerConfig:
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
 
+    on_cpu: bool = False
+    """Step on the CPU, with `actor.threads` of each process, while gradients and weights are copied: moments and master
+    weights are in host memory only. Needs `distributed` and bfloat16."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffloadConfig:

@@ -192,6 +192,15 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield "actor.lora.alpha, modules: nothing reads them without actor.lora.rank; set that too, or leave them out"
     if len(set(lora.modules)) < len(lora.modules):
         yield "actor.lora.modules: names a projection twice; remove one"
+    optimizer = config.actor.optimizer
+    for key, problem in {
+        "actor.optimizer.distributed": not optimizer.distributed and "only the distributed optimizer can do it",
+        "actor.offload.optimizer_state": config.actor.offload.optimizer_state and "nothing would be left to bring back",
+        "actor.lora.rank": lora.rank and "adapters have little state",
+        "model.dtype": config.model.dtype != "bfloat16" and "it has the float32 weights of bfloat16 ones",
+    }.items():
+        if optimizer.on_cpu and problem:
+            yield f"actor.optimizer.on_cpu = true: not with this {key}, {problem}; change one of the two"
 
 
 def _of_option(word: str) -> Iterator[str]:
