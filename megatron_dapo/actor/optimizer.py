@@ -71,6 +71,7 @@ class ActorOptimizer:
         # Adapters are float32: no optimizer has copies of them.
         dtype = model_config.params_dtype if adapters is None else torch.float32
         on_cpu = config.on_cpu and next(chunks[0].parameters()).is_cuda
+        moments = torch.bfloat16 if config.compact == "all" else torch.float32
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=learning_rate.peak,
@@ -87,6 +88,9 @@ class ActorOptimizer:
             optimizer_cpu_offload=on_cpu,
             optimizer_offload_fraction=1.0,
             overlap_cpu_optimizer_d2h_h2d=on_cpu,
+            use_precision_aware_optimizer=config.compact != "none",
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
         )
         if on_cpu:
             # Master weights leave the device too. As an argument it is checked against TransformerEngine's version,
@@ -181,6 +185,10 @@ class ActorOptimizer:
             # Zeros before the first step: a checkpoint holds the same entries at any time.
             if isinstance(inner.optimizer, HybridDeviceOptimizer):
                 _begin_on_cpu(inner.optimizer)
+            elif self._decoupled:  # FusedAdam has another argument by now than Megatron gives it
+                for weight in (weight for group in inner.optimizer.param_groups for weight in group["params"]):
+                    if not inner.optimizer.state[weight]:
+                        inner.optimizer.initialize_state(weight, True)
             else:
                 inner.init_state_fn(inner.optimizer, inner.config)
         dense = self._inner[0]
@@ -307,8 +315,12 @@ def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Para
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    own = optimizer._get_main_param_and_optimizer_states(parameter)
-                    yield parameter, ranges["param"].start, {name: own[name] for name in NAMES}
+                    group, place = optimizer.model_param_group_index_map[parameter]
+                    own = optimizer.optimizer.param_groups[group]["params"][place]
+                    state = optimizer.optimizer.state[own]
+                    # As they lie, of master weights maybe a half: Megatron's own way would copy those of FusedAdam.
+                    tensors = state.get("master_param", own), state["exp_avg"], state["exp_avg_sq"]
+                    yield parameter, ranges["param"].start, dict(zip(NAMES, tensors, strict=True))
 
 
 def _pieces(
