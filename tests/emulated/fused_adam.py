@@ -67,6 +67,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -77,6 +78,7 @@ class FusedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         assert adam_w_mode
+        assert not capturable
         assert master_weights
         assert master_weight_dtype == torch.float32
         assert use_decoupled_grad

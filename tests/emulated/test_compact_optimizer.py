@@ -1,6 +1,7 @@
 """`actor.optimizer.compact` over the strict group: what Megatron does with TransformerEngine's FusedAdam, in halves."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor_config import OffloadConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OffloadConfig, OptimizerConfig
 from megatron_dapo.diagnostics.rank_pool import RankPlace
+from megatron_dapo.plan.rank_state import rank_state
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.tiny import MIXTURE, save_tiny
 from tests.emulated import te_stub
@@ -59,7 +62,7 @@ def test_the_kernel_is_adamw(moments, near):
 
 
 def life(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], compact: str, options: dict[str, Any]):
-    """(loss, norm) of updates around all that a run asks of an optimizer, by name; with the types of its state."""
+    """(loss, norm) of updates around all that a run asks of an optimizer, by name; and bytes of its state by type."""
     from tests.emulated.fused_adam import installed
 
     files, fields = dict(options), {}
@@ -95,17 +98,16 @@ def life(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any], 
             with actor.memory.resident("optimizer"):
                 actor.optimizer.reset()
             update("after a reset")
-        types = {
-            (name, str(value.dtype))
-            for inner in actor.optimizer._inner
-            for state in inner.optimizer.state.values()
-            for name, value in state.items()
-        }
+        types: Counter[tuple[str, str]] = Counter()
+        for inner in actor.optimizer._inner:
+            for state in inner.optimizer.state.values():
+                for name, value in state.items():
+                    types[name, str(value.dtype)] += value.nbytes
         actor.close()
         return found, types
 
 
-def found_by(results: list[Any]) -> tuple[dict[str, Any], set[tuple[str, str]]]:
+def found_by(results: list[Any]) -> tuple[dict[str, Any], Counter[tuple[str, str]]]:
     broken = [result.trace for result in results if not isinstance(result, tuple)]
     assert not broken, broken[0]
     return results[0]
@@ -145,7 +147,11 @@ def test_updates_are_near_and_a_resume_repeats_them(strict, usual, compact, near
     another setting it is refused."""
     found, types = found_by(strict(2, life, model, data, {"data": 2}, compact, options | {"save": tmp_path}))
     moments = "torch.bfloat16" if compact == "all" else "torch.float32"
-    assert types == {("exp_avg", moments), ("exp_avg_sq", moments), ("master_param", "torch.int16")}
+    assert types.keys() == {("exp_avg", moments), ("exp_avg_sq", moments), ("master_param", "torch.int16")}
+    config = ActorConfig(layout=LayoutConfig(data=2), optimizer=OptimizerConfig(compact=compact))
+    planned = rank_state(HFModelConfig.load(model), config, "bfloat16", stage=0)
+    assert types["master_param", "torch.int16"] == pytest.approx(planned.master_weights, rel=0.02)
+    assert types["exp_avg", moments] + types["exp_avg_sq", moments] == pytest.approx(planned.moments, rel=0.02)
     assert found["third again"] == found["third"]
     assert found["fourth again"] == found["fourth"]
     norms, wanted = ({name: [norm for _, norm in steps] for name, steps in each.items()} for each in (found, usual))
