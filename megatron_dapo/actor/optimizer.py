@@ -1,7 +1,8 @@
 """The model chunks of a rank in Megatron's DistributedDataParallel, its AdamW over them, and the learning rate.
 
 Gradients are summed over micro-batches and ranks in float32 and never divided: the token weights already hold every
-denominator. Master weights and moments are float32, whatever the type of the weights in forward and backward.
+denominator. Master weights and moments are float32, whatever the type of the weights in forward and backward, but for
+`compact`; they are on the device, but for `on_cpu`.
 
 Moments, master weights and step counts are stored as shards that fit any layout. The plain optimizer's state has the
 shape of the weights, and Megatron shards it like them. The distributed optimizer's lies in flat buffers cut over the
