@@ -252,7 +252,12 @@ def _leanest(case: Scenario) -> Iterator[Scenario]:
     """What takes least memory in a layout, one of them."""
     [one] = _budgeted(case, _BUDGETS[:1])
     for amount in ("full", "none"):
-        yield one.changed({"actor.recompute": amount, "actor.offload.optimizer_state": True})
+        yield one.changed({"actor.recompute": amount, "actor.offload.optimizer_state": _offloads(case)[-1]})
+
+
+def _offloads(case: Scenario) -> tuple[bool, ...]:
+    """Of the optimizer's state, which may be in host memory already."""
+    return (False,) if case.config.actor.optimizer.on_cpu else (False, True)
 
 
 def _budgeted(case: Scenario, budgets: Sequence[float]) -> Iterator[Scenario]:
@@ -265,7 +270,7 @@ def _budgeted(case: Scenario, budgets: Sequence[float]) -> Iterator[Scenario]:
 def _ways(case: Scenario, spare: float) -> Iterator[Scenario]:
     """That leave `spare` bytes of a GPU. State in host memory costs only where nothing is computed again."""
     for budgeted in _budgeted(case, _BUDGETS):
-        for offload in (False, True):
+        for offload in _offloads(case):
             one = budgeted.changed({"actor.offload.optimizer_state": offload})
             one = one.changed({"actor.recompute": least_recompute(one)})
             if headroom(one) >= spare:

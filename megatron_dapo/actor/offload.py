@@ -101,7 +101,9 @@ class DeviceMemory:
             for module in (module for chunk in self._chunks for module in chunk.modules()):
                 vars(module).get("_fp8_workspaces", {}).clear()
         else:
-            tensors = self._optimizer_tensors()
+            device = next(self._parameters()).device
+            # Those of a step on the CPU are never on the device.
+            tensors = (tensor for tensor in self._optimizer_tensors() if tensor.device == device)
             if part == "gradients":
                 # Master weights keep views of the gradient buffers until the next step.
                 self._megatron.zero_grad()

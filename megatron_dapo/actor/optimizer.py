@@ -1,7 +1,8 @@
 """The model chunks of a rank in Megatron's DistributedDataParallel, its AdamW over them, and the learning rate.
 
 Gradients are summed over micro-batches and ranks in float32 and never divided: the token weights already hold every
-denominator. Master weights and moments are float32, whatever the type of the weights in forward and backward.
+denominator. Master weights and moments are float32, whatever the type of the weights in forward and backward, but for
+`compact`; they are on the device, but for `on_cpu`.
 
 Moments, master weights and step counts are stored as shards that fit any layout. The plain optimizer's state has the
 shape of the weights, and Megatron shards it like them. The distributed optimizer's lies in flat buffers cut over the
@@ -14,7 +15,7 @@ rows, begin of a row), each a shard of its own. What is stored is the same tenso
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, ParamPredicate, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -40,11 +42,6 @@ from megatron_dapo.config.actor_config import LoraConfig, OptimizerConfig
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
-
-GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What tells parameter groups apart, but for expert parallelism, which is of the layout: a group of experts has the
-values of the dense one. Megatron's `param_group_identifier_keys` also hold in 0.19 what a resumed run may set anew,
-such as the learning rate's bounds, and keys that a group may lack."""
 
 
 class ActorOptimizer:
@@ -74,6 +71,8 @@ class ActorOptimizer:
         model_config = chunks[0].config
         # Adapters are float32: no optimizer has copies of them.
         dtype = model_config.params_dtype if adapters is None else torch.float32
+        on_cpu = config.on_cpu and next(chunks[0].parameters()).is_cuda
+        moments = torch.bfloat16 if config.compact == "all" else torch.float32
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=learning_rate.peak,
@@ -87,7 +86,19 @@ class ActorOptimizer:
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
             overlap_param_gather=self._gathers_late,
+            optimizer_cpu_offload=on_cpu,
+            optimizer_offload_fraction=1.0,
+            overlap_cpu_optimizer_d2h_h2d=on_cpu,
+            use_precision_aware_optimizer=config.compact != "none",
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
         )
+        if on_cpu:
+            # Master weights leave the device too. As an argument it is checked against TransformerEngine's version,
+            # which has no part in it and may be absent.
+            megatron_config.use_precision_aware_optimizer = True
+            megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        self._decoupled = megatron_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         # Biases and norms are the vectors. Megatron 0.16 decays them too unless told.
         no_decay = ParamKey(predicate=ParamPredicate(name="vectors", fn=lambda parameter: parameter.ndim == 1))
         self.megatron = get_megatron_optimizer(
@@ -145,7 +156,7 @@ class ActorOptimizer:
             self.scheduler.step(1)
             if self.config.clip_norm > 0:
                 parameters = [one for inner in self._inner for one in inner.get_parameters()]
-                clip_grad_by_total_norm_fp32(parameters, self.config.clip_norm, grad_norm)
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_norm, grad_norm, self._decoupled)
             self.megatron.step_with_ready_grads()
             if self.adapters is not None:
                 self.adapters.merge()
@@ -159,8 +170,7 @@ class ActorOptimizer:
     def reset(self) -> None:
         """AdamW's moments and their step count as before the first step. Weights and learning rate stay."""
         for inner in self._inner:
-            for group in inner.optimizer.param_groups:
-                group["step"] = 0
+            _set_step(inner.optimizer, 0)
             for state in inner.optimizer.state.values():
                 for name in NAMES[1:]:
                     state[name].zero_()
@@ -174,7 +184,14 @@ class ActorOptimizer:
         """
         for inner in self._inner:
             # Zeros before the first step: a checkpoint holds the same entries at any time.
-            inner.init_state_fn(inner.optimizer, inner.config)
+            if isinstance(inner.optimizer, HybridDeviceOptimizer):
+                _begin_on_cpu(inner.optimizer)
+            elif self._decoupled:  # FusedAdam has another argument by now than Megatron gives it
+                for weight in (weight for group in inner.optimizer.param_groups for weight in group["params"]):
+                    if not inner.optimizer.state[weight]:
+                        inner.optimizer.initialize_state(weight, True)
+            else:
+                inner.init_state_fn(inner.optimizer, inner.config)
         dense = self._inner[0]
         if not self.config.distributed:
             return dense.sharded_state_dict(model_state, loading, metadata)
@@ -182,7 +199,11 @@ class ActorOptimizer:
         place_of = {place.data: place for place in nested_values(places)}
         own_ranges = itertools.chain.from_iterable(map(_own_ranges, self._inner))
         # The experts' groups hold what the dense ones do.
-        return dense.state_dict() | {
+        common = dense.state_dict()
+        for group in common["optimizer"]["param_groups"]:
+            for name in [name for name, value in group.items() if isinstance(value, type)]:
+                del group[name]  # which optimizers a HybridDeviceOptimizer is made of: code is not stored
+        return common | {
             "param_state": {
                 number: {name: dict(enumerate(_pieces(place_of[parameter], name, begin, own[name]))) for name in NAMES}
                 for number, (parameter, begin, own) in enumerate(own_ranges)
@@ -197,20 +218,14 @@ class ActorOptimizer:
         the step count among them. Its own `load_state_dict` would hold all of them twice, with TransformerEngine's
         FusedAdam three times.
         """
-        rate, config = self.learning_rate, self.config
-        configured = {"max_lr": rate.peak, "min_lr": rate.final, "betas": config.betas, "eps": config.eps}
         stored = state.get("optimizer", state)["param_groups"]
-        for group in stored:
-            group.update(configured)
         if self.config.distributed:
-            for group in stored:
-                for key in ("params", "is_expert_parallel"):
-                    group.pop(key, None)
-            by_identity = {_identity(group): group for group in stored}
-            assert len(by_identity) == len(stored), "two parameter groups that GROUP_KEYS do not tell apart"
-            for group in (group for inner in self._inner for group in inner.optimizer.param_groups):
-                group.update(by_identity[_identity(group)])
+            for inner in self._inner:
+                _set_step(inner.optimizer, max(group.get("step", 0) for group in stored))
         else:
+            rate, config = self.learning_rate, self.config
+            for group in stored:
+                group.update(max_lr=rate.peak, min_lr=rate.final, betas=config.betas, eps=config.eps)
             self.megatron.load_state_dict(state)
         self.scheduler.step(optimizer_steps - self.scheduler.num_steps)
         if self.adapters is not None:
@@ -301,8 +316,12 @@ def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Para
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    own = optimizer._get_main_param_and_optimizer_states(parameter)
-                    yield parameter, ranges["param"].start, {name: own[name] for name in NAMES}
+                    group, place = optimizer.model_param_group_index_map[parameter]
+                    own = optimizer.optimizer.param_groups[group]["params"][place]
+                    state = optimizer.optimizer.state[own]
+                    # As they lie, of master weights maybe a half: Megatron's own way would copy those of FusedAdam.
+                    tensors = state.get("master_param", own), state["exp_avg"], state["exp_avg_sq"]
+                    yield parameter, ranges["param"].start, dict(zip(NAMES, tensors, strict=True))
 
 
 def _pieces(
@@ -340,6 +359,20 @@ def _pieces(
     assert done == values.numel(), f"{key}: the parts hold {done} of {values.numel()} numbers"
 
 
-def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells Megatron's parameter groups apart, in whatever order they come."""
-    return tuple(group.get(name) for name in GROUP_KEYS)
+def _set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """AdamW's count of steps: a group has one, in PyTorch's AdamW, which is the one on the CPU, each weight."""
+    for group in optimizer.param_groups:
+        group["step"] = step
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(step)
+
+
+def _begin_on_cpu(optimizer: HybridDeviceOptimizer) -> None:
+    """What PyTorch's AdamW makes in its first step. Megatron's `dummy_step` would change the weights."""
+    for inner in optimizer.sub_optimizers:
+        for weight in (weight for group in inner.param_groups for weight in group["params"]):
+            if not inner.state[weight]:
+                moments = {name: torch.zeros_like(weight) for name in NAMES[1:]}
+                inner.state[weight].update(step=torch.zeros(()), **moments)
+    optimizer._sync_sub_optimizers_state_to_hdo()

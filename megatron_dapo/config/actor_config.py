@@ -83,6 +83,15 @@ class OptimizerConfig:
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
 
+    on_cpu: bool = False
+    """Step on the CPU, with `actor.threads` of each process, while gradients and weights are copied: moments and master
+    weights are in host memory only. Needs `distributed` and bfloat16."""
+
+    compact: Literal["none", "weights", "all"] = "none"
+    """`weights`: of master weights only the half that the bfloat16 weights lack is kept, 10 bytes a number instead of
+    12. `all`: moments in bfloat16 too, 6 bytes; `betas` at most 0.99, above which rounding stops the decay.
+    By TransformerEngine's FusedAdam on CUDA. Needs `distributed`."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OffloadConfig:

@@ -28,6 +28,9 @@ REFUSED: dict[str, str] = {name: entry["reason"] for entry in _OPTIONS["refused"
 so."""
 
 
+_LARGEST_DECAY = 0.99
+"""Half a step of bfloat16 is up to 1/256 of a number: what loses less of itself is rounded back to what it was."""
+
 OF_TURNS: dict[str, Any] = {
     **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
     "data.observation_template": None,
@@ -208,6 +211,26 @@ def _of_actor(config: Config) -> Iterator[str]:
         yield "actor.lora.alpha, modules: nothing reads them without actor.lora.rank; set that too, or leave them out"
     if len(set(lora.modules)) < len(lora.modules):
         yield "actor.lora.modules: names a projection twice; remove one"
+    yield from _of_optimizer(config)
+
+
+def _of_optimizer(config: Config) -> Iterator[str]:
+    actor, optimizer = config.actor, config.actor.optimizer
+    on_cpu, compact = optimizer.on_cpu, optimizer.compact != "none"
+    told = "actor.optimizer.on_cpu = true" if on_cpu else f"actor.optimizer.compact = {optimizer.compact}"
+    for key, problem in {
+        "actor.optimizer.distributed": not optimizer.distributed and "only the distributed optimizer can do it",
+        "actor.lora.rank": actor.lora.rank and "adapters have little state",
+        "model.dtype": config.model.dtype != "bfloat16" and "it is about the float32 weights of bfloat16 ones",
+        "actor.device": compact and actor.device == "cpu" and "its kernels are CUDA's",
+        "actor.optimizer.compact": on_cpu and compact and "the step on the CPU is in float32",
+        "actor.offload.optimizer_state": on_cpu and actor.offload.optimizer_state and "there is nothing to bring back",
+    }.items():
+        if (on_cpu or compact) and problem:
+            yield f"{told}: not with this {key}, {problem}; change one of the two"
+    if optimizer.compact == "all" and max(optimizer.betas) > _LARGEST_DECAY:
+        rate = f"betas has {max(optimizer.betas):g}, above {_LARGEST_DECAY}"
+        yield f"actor.optimizer.compact = all: {rate}, so a moment in bfloat16 never decays; lower it or set weights"
 
 
 def _of_option(word: str) -> Iterator[str]:

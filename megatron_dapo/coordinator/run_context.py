@@ -284,7 +284,7 @@ async def first_progress(config: Config, run_dir: RunDir) -> Progress:
     if chosen:
         try:
             actor = config.actor
-            read_state(chosen[0].folder / "actor", distributed=actor.optimizer.distributed, lora=actor.lora)
+            read_state(chosen[0].folder / "actor", optimizer=actor.optimizer, lora=actor.lora)
         except CheckpointDamagedError as error:
             raise await damaged_checkpoint(run_dir, chosen[0], str(error)) from None
     if step is not None:

@@ -30,9 +30,9 @@ from functools import partial
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
 from megatron_dapo.config import Config
-from megatron_dapo.config.actor_config import ActorConfig, OffloadConfig, Recompute
+from megatron_dapo.config.actor_config import ActorConfig, Recompute
 from megatron_dapo.coordinator.inputs import ROUTING_COPIES
-from megatron_dapo.plan.rank_state import GRADIENT_BYTES, MOMENT_BYTES, StateBytes, adapted, base_bytes, rank_state
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, STATE_BYTES, StateBytes, adapted, base_bytes, rank_state
 from megatron_dapo.plan.scenario import Scenario
 from megatron_dapo.plan.sync import host_bytes, rank_bytes
 
@@ -47,9 +47,6 @@ _PIECES = 3
 
 _TOKEN_BYTES = 28
 """Of a response token: id, version, log-probs of engine and trainer, entropy, advantage, weight."""
-
-_CHECKPOINT_STATE_BYTES = 12
-"""Of a parameter: weight and two moments in float32."""
 
 _ROUTER_NUMBERS = 8
 """Of an expert and token: logit, probability, and where it goes, in numbers of bfloat16."""
@@ -187,14 +184,16 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
         forward["routing"], update["routing"] = float(rows), rows * alive
     extra = {"log-probs": forward, "update": update, "weight sync": rank_bytes(case, stage)}
     for phase in PHASES:
-        away = _away(actor.offload, phase)
+        away = _away(actor, phase)
         items[phase] = {name: value for name, value in resident.items() if name not in away} | extra.get(phase, {})
     return RankMemory(stage=stage, state=state, items=items)
 
 
-def _away(offload: OffloadConfig, phase: str) -> set[str]:
+def _away(actor: ActorConfig, phase: str) -> set[str]:
     """What of the state is in host memory during a phase."""
-    away = {"master weights", "moments"} if offload.optimizer_state and phase != "optimizer step" else set()
+    offload, away = actor.offload, set()
+    if actor.optimizer.on_cpu or (offload.optimizer_state and phase != "optimizer step"):
+        away = {"master weights", "moments"}
     # Log-probs and a weight sync bring back the parameters alone.
     if phase in ("rollout", "log-probs", "weight sync") and offload.between_phases != "none":
         away |= {"gradients", "master weights", "moments"}
@@ -256,15 +255,20 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     # The reference's weights, and the rank's own while the reference is swapped in.
     reference = 2 * state.parameters if config.algorithm.kl.coefficient > 0 else 0
     reference += base_bytes(case.hf, config.actor, config.model.dtype)
-    offload, offloaded = config.actor.offload, 0
-    if offload.optimizer_state or offload.between_phases != "none":
+    offload, on_cpu, offloaded = config.actor.offload, config.actor.optimizer.on_cpu, 0
+    kept = STATE_BYTES[config.actor.optimizer.compact]
+    if offload.optimizer_state or offload.between_phases != "none" or on_cpu:
         offloaded = state.master_weights + state.moments
+    if on_cpu:
+        # Pinned: gradients, in powers of two, and what Megatron first copies, a rank's whole weights, is kept by
+        # PyTorch for other such memory.
+        offloaded += 2 * GRADIENT_BYTES * state.moments // kept[1] + state.parameters
     if offload.between_phases != "none":
         offloaded += state.gradients + (state.parameters if offload.between_phases == "all" else 0)
     parameters = state.gradients / GRADIENT_BYTES  # those that are trained
     # With the distributed optimizer every rank writes its own part of the state, else the first data-parallel ranks
     # all of it; these write the weights too.
-    written = state.moments / MOMENT_BYTES if config.actor.optimizer.distributed else parameters
+    written = state.moments / kept[1] if config.actor.optimizer.distributed else parameters
     copied = config.run.checkpoint_in_background
     responses, row = batch_responses(config), routing_bytes(config, case.hf)
     # A server pins 4 bytes for each expert of each token in its KV cache.
@@ -272,7 +276,7 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     routing = {"coordinator: routing of a batch": responses * mean_tokens * row * ROUTING_COPIES} if row else {}
     return {
         TRAINER: case.constants.process_memory + reference + offloaded,
-        CHECKPOINT_STATE: written * _CHECKPOINT_STATE_BYTES if copied else 0,
+        CHECKPOINT_STATE: written * sum(kept) if copied else 0,
         CHECKPOINT_WEIGHTS: parameters * size if copied else 0,
         SERVER: case.constants.process_memory + pinned,
         "coordinator: tokens of a batch, and of its messages": responses * mean_tokens * _TOKEN_BYTES * 2,

@@ -1,9 +1,9 @@
 """Bytes of parameters, gradients and optimizer state of one trainer rank, as Megatron-Core lays them out.
 
-Gradients are float32; so are master weights and both moments of Adam. With the distributed optimizer each data- and
-context-parallel rank owns an equal part of the last two; of experts, which have buffers of their own, each rank that
-holds the same ones. Megatron pads its buffers besides, by kilobytes; that is not counted. LoRA's adapters are float32,
-and all that has gradients and optimizer state.
+Gradients are float32; so are, but for `actor.optimizer.compact`, master weights and both moments of Adam. With the
+distributed optimizer each data- and context-parallel rank owns an equal part of the last two; of experts, which have
+buffers of their own, each rank that holds the same ones. Megatron pads its buffers besides, by kilobytes; that is not
+counted. LoRA's adapters are float32, and all that has gradients and optimizer state.
 """
 
 import dataclasses
@@ -16,6 +16,9 @@ from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraCon
 GRADIENT_BYTES = 4
 MASTER_BYTES = 4
 MOMENT_BYTES = 8
+STATE_BYTES = {"none": (MASTER_BYTES, MOMENT_BYTES), "weights": (2, MOMENT_BYTES), "all": (2, 4)}
+"""Of a master weight, and of its moments, by `actor.optimizer.compact`."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 JOINED = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"})
 """Projections that are one weight in Megatron."""
@@ -53,12 +56,13 @@ def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int)
         experts = apart_parameters(hf, layout)
         owned = math.ceil((trained - experts) / (layout.data * layout.context) + experts / layout.expert_replicas)
     # Weights that are float32 already are their own master weights.
+    master_bytes, moment_bytes = STATE_BYTES[actor.optimizer.compact]
     masters = owned if dtype != "float32" and not actor.lora.rank else 0
     return StateBytes(
         parameters=parameters,
         gradients=trained * GRADIENT_BYTES,
-        master_weights=masters * MASTER_BYTES,
-        moments=owned * MOMENT_BYTES,
+        master_weights=masters * master_bytes,
+        moments=owned * moment_bytes,
     )
 
 

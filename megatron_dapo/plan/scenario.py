@@ -18,7 +18,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import Fraction
-from megatron_dapo.plan.rank_state import DTYPE_BYTES, MASTER_BYTES, MOMENT_BYTES, model_parameters, trained_parameters
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, STATE_BYTES, model_parameters, trained_parameters
 from megatron_dapo.plan.rollout import Workload
 
 _MODELS = yaml.safe_load((resources.files(__package__) / "models.yaml").read_text())
@@ -157,8 +157,9 @@ class Scenario:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of a checkpoint: the trained weights, and the optimizer's state in float32."""
-        return trained_parameters(self.hf, self.config.actor.lora) * (self.dtype_bytes + MASTER_BYTES + MOMENT_BYTES)
+        """Of a checkpoint: the trained weights, and the optimizer's state."""
+        actor = self.config.actor
+        return trained_parameters(self.hf, actor.lora) * (self.dtype_bytes + sum(STATE_BYTES[actor.optimizer.compact]))
 
     @property
     def head_parameters(self) -> int:

@@ -186,8 +186,9 @@ def handover_seconds(case: Scenario, memory: ServerMemory, state: StateBytes) ->
     optimizer has."""
     if case.config.run.mode != "colocated":
         return 0.0
-    offload, optimizer = case.config.actor.offload, state.master_weights + state.moments
-    moved = memory.weights + (0 if offload.optimizer_state else optimizer)
+    actor, optimizer = case.config.actor, state.master_weights + state.moments
+    offload = actor.offload
+    moved = memory.weights + (0 if offload.optimizer_state or actor.optimizer.on_cpu else optimizer)
     if offload.between_phases == "all":
         moved += 2 * state.parameters
     return 2 * moved / case.constants.host_bandwidth

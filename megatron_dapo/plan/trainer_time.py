@@ -28,11 +28,14 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.plan import rank_state
 from megatron_dapo.plan.memory import repeated_layers
-from megatron_dapo.plan.rank_state import GRADIENT_BYTES, StateBytes
+from megatron_dapo.plan.rank_state import GRADIENT_BYTES, MOMENT_BYTES, StateBytes
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 _BYTES = 2
 """Of a number that passes between ranks in bfloat16."""
+
+_CPU_STEP_S = 4.8e-9
+"""AdamW and the cast to bfloat16 of a number by one CPU thread, as measured on a Xeon; threads share the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,4 +245,8 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     # Moments and master weights that live in host memory come and go with every step.
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
     carried += rank_state.base_bytes(case.hf, actor, case.config.model.dtype)
+    if actor.optimizer.on_cpu:
+        numbers = state.moments / MOMENT_BYTES
+        step_s = numbers * _CPU_STEP_S / actor.threads
+        return moved_s + step_s + numbers * (GRADIENT_BYTES + case.dtype_bytes) / constants.host_bandwidth
     return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth

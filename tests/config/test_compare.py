@@ -43,9 +43,9 @@ UNRELATED = """
     rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
     reward.environment_workers reward.code_reads
     reward.timeout_s reward.memory_mb evaluation.path evaluation.every evaluation.limit evaluation.greedy
-    evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.device actor.micro_batch_tokens
-    actor.recompute actor.overlap actor.fp8 actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob
-    actor.threads
+    evaluation.forbidden_start evaluation.schema actor.optimizer.distributed actor.optimizer.on_cpu
+    actor.optimizer.compact actor.device actor.micro_batch_tokens actor.recompute actor.overlap actor.fp8
+    actor.fp8_recipe actor.logprob_chunk_tokens actor.fused_linear_log_prob actor.threads
 """
 SECTIONS = (
     "data.",

@@ -83,6 +83,7 @@ def _install_once() -> None:
     if not isinstance(strict_stream.device, strict_device.EmulatedDevice):
         strict_nccl.install(emulated_device=True)
         strict_device.answer_megatron(strict_stream.device)
+        torch.accelerator.current_stream = torch.cuda.current_stream  # PyTorch's optimizers ask it
     dist.distributed_c10d._world.group_count = 0  # a case that broke while it made its first group leaves it higher
     strict_stream.device.flying.clear()
     strict_nccl.faults.clear()

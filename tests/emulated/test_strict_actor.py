@@ -87,7 +87,7 @@ class Spread(Kept):
 
 def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[str, Any], data: Columns, out: Path):
     """All that a run asks of an actor, in one; on rank 0 what came out of it, by name."""
-    optimizer = OPTIMIZER | {"distributed": fields.pop("distributed", False)}
+    optimizer = OPTIMIZER | {"distributed": fields.pop("distributed", False)} | fields.pop("optimizer", {})
     dtype = fields.pop("dtype", "float32")
     config = actor_config(layout, optimizer=optimizer, **fields)
     actor = start_actor(place, folder, config, dtype=dtype)

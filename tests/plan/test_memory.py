@@ -6,13 +6,14 @@ import pytest
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import load_config
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, Recompute
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig, Recompute
 from megatron_dapo.coordinator import batch
 from megatron_dapo.plan import memory, step_plan, sync
 from megatron_dapo.plan.memory import (
     CHECKPOINT_STATE,
     CHECKPOINT_WEIGHTS,
     SERVER,
+    TRAINER,
     activation_numbers,
     disk_bytes,
     host_memory,
@@ -142,6 +143,45 @@ def test_what_is_offloaded_is_away_but_for_the_optimizers_step(constants):
         assert "parameters" in rank.items[phase]
         assert not {"gradients", *optimizer} & set(rank.items[phase])
     assert {"parameters", "gradients"} <= set(rank.items["update"])
+
+
+def test_a_step_on_the_cpu_keeps_the_state_away_and_in_host_memory(constants):
+    """There besides: pinned gradients, and what Megatron copied first."""
+    config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.offload.optimizer_state": False})
+    there, here = (
+        Scenario(changed(config, {"actor.optimizer.on_cpu": on_cpu}), HF, constants) for on_cpu in (False, True)
+    )
+    for before, after in zip(trainer_memory(there), trainer_memory(here), strict=True):
+        state = before.state.master_weights + before.state.moments
+        assert {phase: before.peaks[phase] - peak for phase, peak in after.peaks.items()} == pytest.approx(
+            dict.fromkeys(after.peaks, state)
+        )
+    [state, _] = (one.state for one in trainer_memory(here))
+    more = host_memory(here, 5000.0)[TRAINER] - host_memory(there, 5000.0)[TRAINER]
+    owned = state.moments / 8
+    assert more == pytest.approx(owned * (12 + 2 * 4) + state.parameters)
+    colocated = {"run.mode": "colocated", "actor.offload.between_phases": "all"}
+    moved = [
+        step_plan.handover_seconds(one.changed(colocated), server_memory(one), state) * constants.host_bandwidth
+        for one in (there, here)
+    ]
+    assert moved[0] - moved[1] == pytest.approx(2 * owned * 12)
+
+
+@pytest.mark.parametrize(("compact", "each"), [("weights", 10), ("all", 6)])
+def test_compact_state_takes_less_on_the_device_and_in_checkpoints(compact, each, constants):
+    config = changed(load_config(RECIPES / "h100_32.yaml"), {"actor.offload.optimizer_state": False})
+    usual, less = (
+        Scenario(changed(config, {"actor.optimizer.compact": value}), HF, constants) for value in ("none", compact)
+    )
+    for before, after in zip(trainer_memory(usual), trainer_memory(less), strict=True):
+        owned = before.state.moments / 8
+        assert before.state.total - after.state.total == pytest.approx(owned * (12 - each))
+    assert usual.checkpoint_bytes - less.checkpoint_bytes == pytest.approx(
+        trained_parameters(HF, LoraConfig()) * (12 - each)
+    )
+    written = [host_memory(case, 5000.0)[CHECKPOINT_STATE] for case in (less, usual)]
+    assert written[0] / written[1] == pytest.approx(each / 12)
 
 
 def test_a_budget_below_one_sequence_saves_nothing(constants):

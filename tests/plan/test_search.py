@@ -94,6 +94,13 @@ def test_other_modes_and_what_is_kept(constants):
         assert plan.case.config.rollout.servers == case.config.rollout.servers
 
 
+def test_state_that_is_on_the_cpu_is_not_offloaded_besides(constants):
+    case = scenario(RECIPES / "h100_16.yaml", constants)
+    case = case.changed({"actor.optimizer.on_cpu": True, "actor.offload.optimizer_state": False})
+    found = [plan.case.config.actor for plan in search(case, best=3)]
+    assert {(actor.optimizer.on_cpu, actor.offload.optimizer_state) for actor in found} == {(True, False)}
+
+
 def test_a_colocated_configs_tensor_is_no_way_of_other_modes(constants):
     case = scenario(RECIPES / "h100_16_colocated.yaml", constants, **{"rollout.weight_sync": "tensor"})
     (plan,) = search(case, ("sync",), best=1, gpus=32)

@@ -128,6 +128,19 @@ def test_data_parallel_moves_gradients_and_weights_once(constants):
     assert one.data_s == pytest.approx(3e9 / link + 6e9 / constants.memory_bandwidth)
 
 
+def test_a_step_on_the_cpu_shares_its_threads_and_moves_gradients_and_weights(constants):
+    """Of 10^9 numbers: 4.8 ns each for a thread, 6 bytes each over the bus."""
+    state = StateBytes(parameters=2 * 10**9, gradients=4 * 10**9, master_weights=4 * 10**9, moments=8 * 10**9)
+    one = case(constants)
+
+    def data_s(threads: int) -> float:
+        on_cpu = one.changed({"actor.optimizer.on_cpu": True, "actor.threads": threads})
+        return update_time(on_cpu, EQUAL[:2] // 8, state).data_s
+
+    assert data_s(1) == pytest.approx(4.8 + 6e9 / constants.host_bandwidth)
+    assert data_s(8) == pytest.approx(0.6 + 6e9 / constants.host_bandwidth)
+
+
 MIXTURE = BUILT_IN["Qwen3-30B-A3B"]
 EXPERT = 3 * 2048 * 768
 

@@ -55,9 +55,10 @@ def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, back
     # After that: before the first step it is what makes the moments.
     writer = ShardWriter(aside, optimizer.memory.storages())
     dist_checkpointing.save(sharded | {"rng": _all_random_states()}, str(aside), sharded_strategy=_PlanOnly(writer))
-    steps, distributed, adapters = optimizer.optimizer_steps, optimizer.config.distributed, optimizer.adapters
-    made = adapters and {"lora": asdict(optimizer.lora), "base": adapters.base}
-    state = files.state_text(steps, layout, distributed_optimizer=distributed, adapters=made)
+    steps, config, adapters = optimizer.optimizer_steps, optimizer.config, optimizer.adapters
+    extra = {"lora": asdict(optimizer.lora), "base": adapters.base} if adapters else {}
+    extra |= {"compact": config.compact} if config.compact != "none" else {}
+    state = files.state_text(steps, layout, distributed_optimizer=config.distributed, extra=extra)
     _on_rank_0(folder, lambda: replace_file(aside / files.STATE_FILE, state))
     in_background = background and _has_room(writer.bytes_to_copy)
     if in_background:
@@ -119,7 +120,7 @@ def load(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig) -> None:
     files.check_whole(folder, slice(dist.get_rank(), None, dist.get_world_size()), gather_objects)
     refuse_foreign_code(folder)
     base = optimizer.adapters.base if optimizer.adapters else ""
-    state = files.read_state(folder, distributed=optimizer.config.distributed, lora=optimizer.lora, base=base)
+    state = files.read_state(folder, optimizer=optimizer.config, lora=optimizer.lora, base=base)
     loaded = dist_checkpointing.load(_sharded_state(optimizer, loading=True), str(folder))
     for name, chunk in _named_chunks(optimizer).items():
         lacking = chunk.load_state_dict(loaded[name], strict=False).missing_keys

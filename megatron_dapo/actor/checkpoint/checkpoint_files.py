@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from megatron_dapo.actor.step_data import CheckpointDamagedError, CheckpointError
-from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig
+from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig, OptimizerConfig
 from megatron_dapo.storage.durable import replace_file, replace_folder
 
 STATE_FILE = "actor.json"
@@ -35,7 +35,7 @@ ALGORITHM = "xxh3-128"
 
 
 def state_text(
-    optimizer_steps: int, layout: LayoutConfig, *, distributed_optimizer: bool | None, adapters: Any = None
+    optimizer_steps: int, layout: LayoutConfig, *, distributed_optimizer: bool | None, extra: Any = None
 ) -> str:
     """Content of `actor.json`.
 
@@ -43,23 +43,24 @@ def state_text(
         layout: the one that wrote the checkpoint; the one that reads may differ.
         distributed_optimizer: state of the distributed and of the plain optimizer do not interchange. None: a model
             without any.
-        adapters: if the model is these alone, {"lora": asdict(actor.lora), "base": digest of the other weights}.
+        extra: if the model is adapters alone, {"lora": asdict(actor.lora), "base": digest of the other weights}; and
+            `actor.optimizer.compact`, if it is not none.
     """
     state = {
         "optimizer_steps": optimizer_steps,
         "layout": asdict(layout),
         "distributed_optimizer": distributed_optimizer,
-        "extra": adapters or {},
+        "extra": extra or {},
     }
     return json.dumps(state, indent=1)
 
 
-def read_state(folder: Path, *, distributed: bool, lora: LoraConfig, base: str = "") -> dict[str, Any]:
+def read_state(folder: Path, *, optimizer: OptimizerConfig, lora: LoraConfig, base: str = "") -> dict[str, Any]:
     """What `state_text` wrote.
 
     Raises:
-        CheckpointError: `actor.optimizer.distributed`, `actor.lora` or `base` (unless empty) is another one, or there
-            is no optimizer state.
+        CheckpointError: `actor.optimizer.distributed` or `compact`, `actor.lora` or `base` (unless empty) is another
+            one, or there is no optimizer state.
         CheckpointDamagedError: the file is missing or damaged.
     """
     try:
@@ -69,8 +70,10 @@ def read_state(folder: Path, *, distributed: bool, lora: LoraConfig, base: str =
         raise _damaged(f"{folder / STATE_FILE} is damaged: {error!r}") from None
     if kind is None:
         raise CheckpointError(f"{folder}: holds a model without optimizer state, so no run goes on from it; {CONVERT}")
-    if kind != distributed:
+    if kind != optimizer.distributed:
         raise CheckpointError(f"{folder}: set actor.optimizer.distributed={str(kind).lower()}, as it was written with")
+    if (compact := state["extra"].get("compact", "none")) != optimizer.compact:
+        raise CheckpointError(f"{folder}: set actor.optimizer.compact={compact}, as it was written with")
     stored = state["extra"].get("lora", {"rank": 0})
     if stored != (json.loads(json.dumps(asdict(lora))) if lora.rank else {"rank": 0}):
         raise CheckpointError(f"{folder}: was written with actor.lora = {stored}; set these, or {CONVERT}")

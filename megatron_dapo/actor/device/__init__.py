@@ -162,13 +162,21 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     sums = "an addition after the matrix product"
     if accumulates or (why_not is None and not lora):
         sums = "fused into the matrix product" + ("" if accumulates else ", but for the output layer")
+    optimizer = f"FusedAdam of {fused_adam}" if fused_adam else "AdamW of this package"
+    if config.optimizer.compact != "none" and fused_adam != "transformer_engine":
+        raise ValueError(
+            f"actor.optimizer.compact = {config.optimizer.compact}: this is done by TransformerEngine's FusedAdam on "
+            "CUDA, which is not there; set it to none, or install transformer-engine[pytorch] on such a machine"
+        )
+    if cuda and config.optimizer.on_cpu:
+        optimizer = f"PyTorch's AdamW on the CPU, {config.threads} threads"
     local = f"PyTorch's attention on packed sequences, RMSNorm in PyTorch ({why_not})"
     kernels = {
         "layers": local if why_not else f"TransformerEngine {found.transformer_engine}",
         "matrix products": dtype if config.fp8 == "none" else f"FP8 {config.fp8}, {config.fp8_recipe} scaling",
         "gradient accumulation": sums,
         "gradient reduction": f"{'after' if reduces_late else 'during'} backward ({backend}, {ranks} data-parallel)",
-        "optimizer": f"FusedAdam of {fused_adam}" if fused_adam else "AdamW of this package",
+        "optimizer": optimizer,
     }
     return DeviceChoice(
         device=torch.device("cpu") if index is None else torch.device("cuda", index),

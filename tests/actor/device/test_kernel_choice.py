@@ -92,6 +92,19 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool, bool],
         ["layers: TransformerEngine"],
     ),
     ({"device": "cuda", "context": 2, "dtype": "float32"}, H100, (False, False, False, True), [LOCAL]),
+    (
+        {"device": "cuda", "threads": 6, "optimizer": OptimizerConfig(on_cpu=True)},
+        H100 | TE,
+        (True, True, False, False),
+        ["optimizer: PyTorch's AdamW on the CPU, 6 threads"],
+    ),
+    ({"device": "auto", "optimizer": OptimizerConfig(on_cpu=True)}, {}, (False, False, False, False), [OURS]),
+    (
+        {"device": "cuda", "optimizer": OptimizerConfig(compact="all")},
+        H100 | TE,
+        (True, True, False, False),
+        ["optimizer: FusedAdam of transformer_engine"],
+    ),
     ({"device": "cpu", "context": 2}, {}, (False, False, False, False), [LOCAL]),
 ]
 
@@ -113,6 +126,12 @@ REFUSED = [
     ({"device": "auto", "fp8": "e4m3"}, {}, "actor.fp8 = e4m3: .* no CUDA device is used"),
     ({"device": "cuda", "fp8": "e4m3"}, H100, "actor.fp8 = e4m3: .*Engine is not importable; .* install"),
     ({"device": "cuda", "fp8": "e4m3", "dtype": "float32"}, H100 | TE, "no packed sequences in float32"),
+    ({"device": "auto", "optimizer": OptimizerConfig(compact="weights")}, {}, "compact = weights: .*FusedAdam on CUDA"),
+    (
+        {"device": "cuda", "optimizer": OptimizerConfig(compact="all")},
+        H100 | {"fused_adam": "apex"},
+        "actor.optimizer.compact = all: .*; set it to none, or install transformer-engine",
+    ),
     ({"device": "auto", "context": 2}, H100, "actor.layout.context = 2: .*Engine is not importable; .*Install"),
 ]
 

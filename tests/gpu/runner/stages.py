@@ -45,10 +45,11 @@ STAGES = (
     _stage(
         "experts", "experts", "grouped experts and SGLang's fused ones are the CPU's; routing; MFU", 60, 300, **QUIET
     ),
-    _stage("quickstart", "quickstart", "one step of the quickstart, bfloat16 and float32", 240, 420),
+    _stage("quickstart", "quickstart", "one step of the quickstart, bfloat16 and float32", 200, 420),
     _stage("publish", "rollout", "weights by disk, memory and group; checksums; log-prob gap", 150, 300, cpu=True),
     _stage("colocated", "colocated", "trainer and server take turns in one GPU's memory", 150, 300, alone=True),
     _stage("checkpoint", "checkpoint", "a CPU's checkpoint resumes on the GPU and back", 60, 150, cpu=True),
+    _stage("optimizer", "optimizer", "the step on the CPU and compact state, with TransformerEngine", 40, 180),
     _stage("fp8", "fp8", "FP8 steps and resume with TransformerEngine", 75, 180),
     _stage("log-prob kernel", "logprob", "log-probs against float64; memory and time against naive", 40, 120, **QUIET),
     _stage("hashing", "hashing", "checksums on the GPU and on a CPU thread, GB/s", 20, 60, **QUIET),
