@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream
+from rollout.weights.delta import DeltaTransport
 from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
 from rollout.wire.client import ServerInfo, SglangClient
 
@@ -31,6 +32,8 @@ class Sent:
     """The result of a send."""
 
     bytes: int = 0
+    changed: float = 1.0
+    """Share of the weights' values that were sent."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """By URL, the servers that hold only some of the buckets, or none."""
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
@@ -54,7 +57,8 @@ class GroupCache:
                 ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
                 await failures_of(ends)
             before = None
-        self._group = before or GroupTransport(request, device)
+        kind = DeltaTransport if request.transport == "delta" else GroupTransport
+        self._group = before or kind(request, device)
         return self._group
 
 
@@ -149,7 +153,14 @@ class WeightSender:
     def report(self) -> Sent:
         """Once the last bucket was put: waits for it."""
         self._finish()
-        return Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
+        size, transport = self._bytes, self._transport
+        unchanged, saved = (transport.unchanged, transport.saved) if isinstance(transport, DeltaTransport) else (0, 0)
+        return Sent(
+            bytes=size - saved,
+            changed=1 - unchanged / max(1, size),
+            failures=dict(self._failures),
+            checksums=self._checksums.finish(),
+        )
 
     async def _open(self) -> None:
         request, limit_s = self._request, self._request.deadline_s
@@ -160,6 +171,8 @@ class WeightSender:
             self._transport = SharedMemoryTransport(request, self._device)
         else:
             self._transport = group = await self._groups.get(request, self._clients, self._device)
+            if isinstance(group, DeltaTransport):
+                group.begin(request)
             await self._drop_failed(group.join(self._clients))
 
     async def _drop_failed(self, work: Coroutine[Any, Any, dict[str, Failure]]) -> None:

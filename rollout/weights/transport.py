@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -57,13 +57,15 @@ class Target:
     """Restarts of the server so far. A server that was restarted is in no process group any more."""
     index: int = 0
     """Its place in the fleet."""
+    holds: str | None = field(default=None, compare=False)
+    """Its name of the weights that it holds, verified."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendRequest:
     """What is to be sent where."""
 
-    transport: Literal["tensor", "distributed"]
+    transport: Literal["tensor", "distributed", "delta"]
     """`tensor`: the ranks of the servers, in the fleet's order, use the devices of trainer ranks 0, 1, ..., and each
     gets its weights from the rank beside it."""
     targets: tuple[Target, ...]
@@ -252,10 +254,14 @@ class GroupTransport:
         calls = {
             url: client.update_weights("distributed", body, label, self._deadline_s) for url, client in clients.items()
         }
-        # What fills the bucket comes before; what is queued from here on, its hashes, need not wait for the broadcast.
-        filled = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
-        ours = functools.partial(self._broadcast, buffer, filled)
-        return await self._together(f"the broadcast of {names[0]}", calls, ours, may_hang=self._backend == "nccl")
+        return await self._beside(calls, buffer, names[0])
+
+    async def _beside(self, calls: "Mapping[str, Any]", data: Tensor, name: str) -> dict[str, Failure]:
+        """Broadcasts `data`, beside the calls in which the servers receive it; `name`: of its first tensor."""
+        # What fills the data comes before; what is queued from here on, its hashes, need not wait for the broadcast.
+        filled = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        ours = functools.partial(self._broadcast, data, filled)
+        return await self._together(f"the broadcast of {name}", calls, ours, may_hang=self._backend == "nccl")
 
     def close(self) -> None:
         """Leaves the group, without a wait: over NCCL its end can need the other ranks."""
