@@ -52,7 +52,7 @@ class PublishReport:
     """{url: checksums compared, over all ranks} of the servers that serve them."""
     bytes: int
     """Read from a folder, or sent once."""
-    changed: float
+    changed: float = 1.0
     """Share of the weights' values that these are."""
     by_disk: Mapping[str, str]
     """{url: why} of servers to which sending failed: they read a folder, at once or once they have been restarted."""

@@ -7,6 +7,7 @@ run, a copy into the model leaves out the NaN.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BLOCK = 1 << 24
 """Values that are compared or put in place at a time, so that what this takes besides is small beside a bucket."""
 
-_AS_INTEGER = {2: torch.int16, 4: torch.int32}
+_POWERS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 def encode(values: Tensor, before: Tensor) -> tuple[Tensor, list[int]] | None:
@@ -35,11 +36,12 @@ def encode(values: Tensor, before: Tensor) -> tuple[Tensor, list[int]] | None:
         uint8 on the device of `values`: the changed values, then a bit for each value, the first one lowest; and how
         many of each `BLOCK` values changed.
     """
-    integer, changed, bits = _AS_INTEGER[values.itemsize], list[Tensor](), list[Tensor]()
+    integer = torch.int16 if values.itemsize == 2 else torch.int32
+    changed, bits, powers = list[Tensor](), list[Tensor](), _POWERS.to(values.device)
     for now, old in zip(values.split(BLOCK), before.split(BLOCK), strict=True):
         differs = now.view(integer) != old.to(now.device, non_blocking=True).view(integer)
         changed.append(now[differs])
-        bits.append(_packed(differs))
+        bits.append((pad(differs, (0, -differs.numel() % 8)).view(-1, 8) * powers).sum(1, dtype=torch.uint8))
         if 2 * sum(each.nbytes for each in changed + bits) > values.nbytes:
             return None
     joined = torch.cat(changed)
@@ -52,33 +54,20 @@ def decode(data: Tensor, counts: Sequence[int], size: int, dtype: torch.dtype) -
     """[size], with what `encode` has made: NaN where nothing changed."""
     changed, bits = data.split([sum(counts) * dtype.itemsize, -(-size // 8)])
     values = torch.full([size], torch.nan, dtype=dtype, device=data.device)
-    parts = changed.view(dtype).split(list(counts))
+    parts, powers = changed.view(dtype).split(list(counts)), _POWERS.to(data.device)
     for block, packed, part in zip(values.split(BLOCK), bits.split(BLOCK // 8), parts, strict=True):
-        block.masked_scatter_(_unpacked(packed)[: block.numel()], part)
+        block.masked_scatter_((packed[:, None] & powers).bool().view(-1)[: block.numel()], part)
     return values
-
-
-def _packed(differs: Tensor) -> Tensor:
-    """uint8 [n / 8, rounded up] of bool [n]."""
-    rows = pad(differs, (0, -differs.numel() % 8)).view(-1, 8).to(torch.uint8)
-    return (rows << torch.arange(8, dtype=torch.uint8, device=rows.device)).sum(1, dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> Tensor:
-    """bool [8 n] of uint8 [n]."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> places) & 1).view(-1).to(torch.bool)
 
 
 class _OnlyChanges(TorchDispatchMode):
     """Under it no copy brings a NaN."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.copy_.default:
-            return func(*args, **(kwargs or {}))
-        into, source = args[:2]
-        source = source.to(into)
-        return into.copy_(torch.where(source.isnan(), into, source))
+        if func is torch.ops.aten.copy_.default:
+            into, source = args[0], args[1].to(args[0])
+            args = into, torch.where(source.isnan(), into, source)
+        return func(*args, **(kwargs or {}))
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -86,17 +75,16 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     Args:
         model: SGLang's.
-        named_tensors: one, an empty tensor on the model's device; its name says as JSON what comes: the `group`'s name,
-            the `dtype`, the tensors' `shapes` by name, the number of `bytes`, and `counts` (`encode`).
+        named_tensors: one, an empty tensor of uint8 on the model's device. Its name says as JSON what comes: the
+            `group`'s name, the `dtype`, (name, shape) of the `tensors`, the number of `bytes`, and `counts` (`encode`).
     """
     [(text, empty)] = named_tensors
     told = json.loads(text)
-    data = torch.empty(told["bytes"], dtype=torch.uint8, device=empty.device)
+    data = empty.new_empty(told["bytes"])
     dist.broadcast(data, group=distributed_c10d._resolve_process_group(told["group"]), group_src=0)
-    shapes = {name: torch.Size(shape) for name, shape in told["shapes"].items()}
-    sizes = [shape.numel() for shape in shapes.values()]
-    values = decode(data, told["counts"], sum(sizes), getattr(torch, told["dtype"]))
-    del data, empty  # beside the whole tensors a copy takes memory too
-    parts = zip(shapes.items(), values.split(sizes), strict=True)
+    sizes = [math.prod(shape) for _, shape in told["tensors"]]
+    parts = decode(data, told["counts"], sum(sizes), getattr(torch, told["dtype"])).split(sizes)
+    del data  # what copies take is beside the whole tensors alone
     with _OnlyChanges():
-        model.load_weights([(name, part.view(shape)) for (name, shape), part in parts])
+        whole = zip(told["tensors"], parts, strict=True)
+        model.load_weights([(name, part.view(shape)) for (name, shape), part in whole])

@@ -4,7 +4,8 @@
 import base64
 import json
 import pickle
-from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from rollout.weights import LOADER
 from rollout.weights.changes import encode
-from rollout.weights.transport import Failure, GroupTransport, SendRequest
-from rollout.wire.client import SglangClient
+from rollout.weights.transport import Clients, Failure, GroupTransport, SendRequest, Sent
 
 
 class DeltaTransport(GroupTransport):
@@ -27,58 +27,68 @@ class DeltaTransport(GroupTransport):
         super().__init__(request, device)
         self._held: dict[str, Tensor] = {}
         """By the name of a bucket's first tensor, its bytes."""
+        self._before: dict[str, Tensor] = {}
+        """Those of the next bucket, on their way to the device."""
         self._label: str | None = None
-        """The servers' name of them; None: some are of another version."""
-        self._known = False
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.unchanged = self.saved = 0
-        """Bytes of the values that were left out of this publish, and by how much less was sent."""
+        """The servers' name of the weights that are held; None: of more than one version."""
+        self._up, self._down = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self._unchanged = self._saved = 0
 
-    def begin(self, request: SendRequest) -> None:
-        """Before a publish."""
-        self._known = self._label is not None and all(target.holds == self._label for target in request.targets)
-        self._label, self.unchanged, self.saved = None, 0, 0
+    async def join(self, clients: Clients) -> dict[str, Failure]:
+        """As `GroupTransport.join`."""
+        if self._label is None or any(target.holds != self._label for target in self.targets):
+            self._held.clear()
+        self._label, self._unchanged, self._saved = None, 0, 0
+        self._fetch(next(iter(self._held), ""))
+        return await super().join(clients)
 
-    async def send(
-        self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
-    ) -> dict[str, Failure]:
+    async def send(self, buffer: Tensor, bucket: Any, clients: Clients, label: str | None) -> dict[str, Failure]:
         """As `GroupTransport.send`."""
-        name = next(iter(bucket.shapes))
-        held = self._held.get(name) if self._known else None
-        changes = None if held is None else encode(buffer.view(bucket.dtype), held.view(bucket.dtype))
+        name, dtype = next(iter(bucket.shapes)), bucket.dtype
+        if self._up is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._up)
+        before = self._before.pop(name, None)
+        changes = None if before is None else encode(buffer.view(dtype), before.view(dtype))
+        del before  # both have been compared by now, so its memory may be that of the next one
         self._keep(name, buffer)
+        self._fetch(dict(pairwise(self._held)).get(name, ""))
         if changes is None:
             failures = await super().send(buffer, bucket, clients, label)
         else:
             data, counts = changes
-            self.unchanged += buffer.numel() - sum(counts) * bucket.dtype.itemsize
-            self.saved += buffer.numel() - data.numel()
-            failures = await self._beside(self._calls(bucket, data, counts, clients, label), data, name)
-        if self._copies is not None:
-            self._copies.synchronize()  # the buffer may be used again from here on
-        if not failures:
-            self._label = label
+            self._unchanged += buffer.numel() - sum(counts) * dtype.itemsize
+            self._saved += buffer.numel() - data.numel()
+            failures = await self._beside(self._calls(bucket, data.numel(), counts, clients, label), data, name)
+        if self._down is not None:
+            self._down.synchronize()  # the buffer may be used again from here on
+        self._label = None if failures else label
         return failures
 
-    def _calls(
-        self, bucket: Any, data: Tensor, counts: list[int], clients: Mapping[str, SglangClient], label: str | None
-    ) -> dict[str, Any]:
-        """In which the servers receive `data`."""
-        told = {"group": self.name, "dtype": str(bucket.dtype).removeprefix("torch."), "shapes": bucket.shapes}
-        told |= {"bytes": data.numel(), "counts": counts}
-        payload = base64.b64encode(pickle.dumps([(json.dumps(told), torch.empty(0))])).decode()
-        calls = {}
-        for target in self.targets:
-            payloads = [payload] * target.info.tensor_parallel
-            body = {"serialized_named_tensors": payloads, "load_format": LOADER, "disable_draft_model": True}
-            calls[target.url] = clients[target.url].update_weights("tensor", body, label, self._deadline_s)
-        return calls
+    def left_out(self, sent: Sent) -> Sent:
+        """`sent`, without what stayed here."""
+        changed = 1 - self._unchanged / max(1, sent.bytes)
+        return replace(sent, bytes=sent.bytes - self._saved, changed=changed)
+
+    def _calls(self, bucket: Any, size: int, counts: list[int], clients: Clients, label: str | None) -> dict[str, Any]:
+        """In which the servers receive `size` bytes."""
+        told = {"group": self.name, "dtype": str(bucket.dtype).removeprefix("torch."), "bytes": size, "counts": counts}
+        text = json.dumps(told | {"tensors": list(bucket.shapes.items())})
+        payload = base64.b64encode(pickle.dumps([(text, torch.empty(0, dtype=torch.uint8))])).decode()
+        most = max(target.info.tensor_parallel for target in self.targets)  # each rank takes the one of its place
+        body = {"serialized_named_tensors": [payload] * most, "load_format": LOADER, "disable_draft_model": True}
+        return {url: client.update_weights("tensor", body, label, self._deadline_s) for url, client in clients.items()}
 
     def _keep(self, name: str, buffer: Tensor) -> None:
-        """For the next publish, while this one goes on."""
+        """For the next publish, beside what follows."""
         if name not in self._held:
             self._held[name] = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
-        if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream(buffer.device))  # it has been compared
-        with torch.cuda.stream(self._copies):
+        if self._down is not None:
+            self._down.wait_stream(torch.cuda.current_stream(buffer.device))  # the bucket is filled
+        with torch.cuda.stream(self._down):
             self._held[name].copy_(buffer, non_blocking=True)
+
+    def _fetch(self, name: str) -> None:
+        """Begins to bring what is held of a bucket to the device, beside what is still done with the one before."""
+        held = self._held.get(name)
+        with torch.cuda.stream(self._up):
+            self._before = {} if held is None else {name: held.to(self._device, non_blocking=True)}

@@ -10,7 +10,6 @@ While that thread sends, loads and hashes one bucket, the ranks gather the next:
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -18,26 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollout.server.server_command import read_key
-from rollout.weights.checksums import Checksums, ChecksumStream
+from rollout.weights.checksums import ChecksumStream
 from rollout.weights.delta import DeltaTransport
-from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
-from rollout.wire.client import ServerInfo, SglangClient
+from rollout.weights.transport import (
+    Clients,
+    Failure,
+    GroupTransport,
+    SendRequest,
+    Sent,
+    SharedMemoryTransport,
+    failures_of,
+)
+from rollout.wire.client import SglangClient
 
 Gather = Callable[[Any], Sequence[Any]] | None
 """What each rank beside the same server gives, the one that sends to it first; collective over all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """The result of a send."""
-
-    bytes: int = 0
-    changed: float = 1.0
-    """Share of the weights' values that were sent."""
-    failures: Mapping[str, Failure] = field(default_factory=dict)
-    """By URL, the servers that hold only some of the buckets, or none."""
-    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
-    """Of the trainer's weights, as each kind of server should have them."""
 
 
 class GroupCache:
@@ -46,9 +40,7 @@ class GroupCache:
     def __init__(self) -> None:
         self._group: GroupTransport | None = None
 
-    async def get(
-        self, request: SendRequest, clients: Mapping[str, SglangClient], device: torch.device
-    ) -> GroupTransport:
+    async def get(self, request: SendRequest, clients: Clients, device: torch.device) -> GroupTransport:
         """The group of the request's servers. A group of other servers is left, and ended at those of `clients`."""
         before, self._group = self._group, None
         if before is not None and (before.broken or before.targets != request.targets):
@@ -59,6 +51,7 @@ class GroupCache:
             before = None
         kind = DeltaTransport if request.transport == "delta" else GroupTransport
         self._group = before or kind(request, device)
+        self._group.targets = request.targets  # the same, but for what they hold
         return self._group
 
 
@@ -153,14 +146,8 @@ class WeightSender:
     def report(self) -> Sent:
         """Once the last bucket was put: waits for it."""
         self._finish()
-        size, transport = self._bytes, self._transport
-        unchanged, saved = (transport.unchanged, transport.saved) if isinstance(transport, DeltaTransport) else (0, 0)
-        return Sent(
-            bytes=size - saved,
-            changed=1 - unchanged / max(1, size),
-            failures=dict(self._failures),
-            checksums=self._checksums.finish(),
-        )
+        sent = Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
+        return self._transport.left_out(sent) if isinstance(self._transport, DeltaTransport) else sent
 
     async def _open(self) -> None:
         request, limit_s = self._request, self._request.deadline_s
@@ -171,8 +158,6 @@ class WeightSender:
             self._transport = SharedMemoryTransport(request, self._device)
         else:
             self._transport = group = await self._groups.get(request, self._clients, self._device)
-            if isinstance(group, DeltaTransport):
-                group.begin(request)
             await self._drop_failed(group.join(self._clients))
 
     async def _drop_failed(self, work: Coroutine[Any, Any, dict[str, Failure]]) -> None:

@@ -28,6 +28,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from torch.multiprocessing import reductions
 
 from rollout.errors import RolloutError, ServerRefused
+from rollout.weights.checksums import Checksums
 from rollout.wire.client import ServerInfo, SglangClient
 
 GRACE_S = 3.0
@@ -35,6 +36,9 @@ GRACE_S = 3.0
 
 _NEVER = timedelta(days=7)
 """Limit of torch's own watchdog, which would end the process. The transport has deadlines of its own."""
+
+Clients = Mapping[str, SglangClient]
+"""By URL."""
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """What another process calls, and with what, to have a bucket's memory as a tensor."""
@@ -88,6 +92,19 @@ class Failure:
     """Whether the server said so itself, and still answers other requests."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """The result of a send."""
+
+    bytes: int = 0
+    changed: float = 1.0
+    """Share of the weights' values that were sent."""
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    """By URL, the servers that hold only some of the buckets, or none."""
+    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
+    """Of the trainer's weights, as each kind of server should have them."""
+
+
 class SharedMemoryTransport:
     """Memory that the ranks of one server map read-only: a GPU's, which both use, or this machine's, without a name in
     the file system, so that it is freed when this process ends. There buckets are filled in two pieces in turn.
@@ -115,7 +132,7 @@ class SharedMemoryTransport:
         return functools.partial(torch.from_file, dtype=torch.uint8), (path, False, buffer.numel())
 
     async def send(
-        self, source: Sequence[Handle], bucket: Any, clients: Mapping[str, SglangClient], label: str | None
+        self, source: Sequence[Handle], bucket: Any, clients: Clients, label: str | None
     ) -> dict[str, Failure]:
         """Returns when the server has loaded the bucket; {url: why} if it has not.
 
@@ -220,7 +237,7 @@ class GroupTransport:
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+    async def join(self, clients: Clients) -> dict[str, Failure]:
         """Before the first bucket. {url: why} of the servers that cannot take part."""
         if self._group is not None:
             return {}
@@ -239,9 +256,7 @@ class GroupTransport:
         # Over NCCL a server's end is made without the others: it waits for nobody yet.
         return await self._together("the joining of the process group", calls, self._make, may_hang=False)
 
-    async def send(
-        self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
-    ) -> dict[str, Failure]:
+    async def send(self, buffer: Tensor, bucket: Any, clients: Clients, label: str | None) -> dict[str, Failure]:
         """As `SharedMemoryTransport.send`."""
         names = list(bucket.shapes)
         body = {

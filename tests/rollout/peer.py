@@ -101,17 +101,21 @@ class Peer:
         return self._take(tensors, asked)
 
     async def _changes(self, asked: dict[str, Any]) -> web.Response:
-        """As `rollout.weights.changes.load`, one value at a time."""
+        """As `rollout.weights.changes.load`."""
         [payload] = map(base64.b64decode, asked["serialized_named_tensors"])
         [(text, empty)] = _Unpickler(io.BytesIO(payload)).load()
         told = json.loads(text)
         assert empty.numel() == 0
         data = torch.empty(told["bytes"], dtype=torch.uint8)
         await asyncio.to_thread(lambda: self.groups[told["group"]].broadcast(data, 0).wait())
+        return self._take(self.put_in_place(told, data), asked)
+
+    def put_in_place(self, told: dict[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One value at a time."""
         kind, count = getattr(torch, told["dtype"]), sum(told["counts"])
         values, bits = iter(data[: count * kind.itemsize].view(kind)), data[count * kind.itemsize :].tolist()
-        tensors, at = {}, 0
-        for name, shape in told["shapes"].items():
+        tensors, at = dict[str, torch.Tensor](), 0
+        for name, shape in told["tensors"]:
             tensors[name] = flat = self.whole[name].flatten()
             assert self.whole[name].shape == torch.Size(shape)
             for place in range(flat.numel()):
@@ -119,7 +123,7 @@ class Peer:
                     flat[place] = next(values)
             tensors[name], at = flat.view(shape), at + flat.numel()
         assert next(values, None) is None
-        return self._take(tensors, asked)
+        return tensors
 
     def _take(self, tensors: dict[str, torch.Tensor], asked: dict[str, Any]) -> web.Response:
         assert asked["load_format"] in ("flattened_bucket", LOADER)
