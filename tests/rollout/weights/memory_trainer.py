@@ -15,28 +15,29 @@ from rollout.weights.checksums import ChecksumStream
 from rollout.weights.sender import GroupCache, Sent, WeightSender
 from rollout.weights.transport import SendRequest, Target
 
-CPU = torch.device("cpu")
-
 
 class MemoryTrainer:
     """A `rollout.fleet.weight_update.WeightStream`, publish after publish."""
 
-    def __init__(self, folder: Path, *, bucket_bytes: int = 1 << 16, api_key_file: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, bucket_bytes: int = 1 << 16, api_key_file: Path | None = None, device: str = "cpu"
+    ) -> None:
         """`folder`: where the model begins, and where `to_disk` writes."""
         self.folder, self.bucket_bytes, self.deadline_s = folder, bucket_bytes, 60.0
         self.api_key_file = api_key_file
-        self.tensors = load_file(folder / "model.safetensors")
+        self.device = torch.device(device)
+        self.tensors = load_file(folder / "model.safetensors", device=device)
         self.config = json.loads((folder / "config.json").read_text())
         self.groups = GroupCache()
         self.sent: list[Sent] = []
         self.random = torch.Generator().manual_seed(5)
 
     def change(self, share: float) -> None:
-        """So many values of each tensor grow a little, one at least."""
+        """So many values of each tensor grow a little, one at least; zeros do not."""
         for tensor in self.tensors.values():
             chosen = torch.rand(tensor.numel(), generator=self.random) < share
             chosen[int(torch.randint(tensor.numel(), [1], generator=self.random))] = True
-            tensor.view(-1)[chosen] = tensor.view(-1)[chosen] * 1.02 + 1e-3
+            tensor.view(-1)[chosen.to(self.device)] *= 1.02
 
     def buckets(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
         """(as megatron_dapo.actor.weights.hf_weights.Bucket, its tensors)"""
@@ -61,7 +62,7 @@ class MemoryTrainer:
         kinds = list(dict.fromkeys(target.info for target in targets))
         with (
             ChecksumStream(self.config, self.tensors.keys(), kinds) as checksums,
-            WeightSender(request, checksums, self.groups, CPU, None) as sender,
+            WeightSender(request, checksums, self.groups, self.device, None) as sender,
         ):
             for bucket, parts in self.buckets():
                 buffer = sender.buffer(bucket.size)
