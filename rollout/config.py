@@ -122,13 +122,13 @@ class RolloutConfig:
     """How running responses go on with new weights: `restart` once the fleet has them, `recompute` and `keep` each at
     its server once that has them; `keep` on its old keys and values (PipelineRL, arXiv 2509.19128)."""
 
-    weight_sync: Literal["auto", "disk", "tensor", "distributed"] = "auto"
+    weight_sync: Literal["auto", "disk", "tensor", "distributed", "delta"] = "auto"
     """How new weights reach the servers (docs/weight_sync.md, also which one `auto` takes). `disk`: a folder that all
     can read; also where another way fails. `tensor`: GPUs that both use in turn (`run.mode: colocated`).
-    `distributed`: a process group."""
+    `distributed`: a process group. `delta`: the same, only values that changed."""
 
     sync_bucket_mb: PositiveInt = 1024
-    """MiB of weights that `tensor` and `distributed` send at a time; a larger parameter is sent alone."""
+    """MiB of weights that `tensor`, `distributed` and `delta` send at a time; a larger parameter is sent alone."""
 
     sync_deadline_s: PositiveFloat = 300.0
     """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums."""

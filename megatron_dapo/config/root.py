@@ -69,7 +69,9 @@ class Config:
         """Whether a prompt may have several turns."""
         return any(each.environment is not None for each in (self.data, *self.data.mixture, self.evaluation))
 
-    def way_of_weights(self, *, on_gpus: bool, shared: bool = False) -> Literal["disk", "tensor", "distributed"]:
+    def way_of_weights(
+        self, *, on_gpus: bool, shared: bool = False
+    ) -> Literal["disk", "tensor", "distributed", "delta"]:
         """`rollout.weight_sync`, decided; `shared`: whether trainer and servers use a GPU at the same time."""
         if self.rollout.weight_sync != "auto":
             return self.rollout.weight_sync
@@ -316,8 +318,8 @@ def _of_run(config: Config) -> Iterator[str]:
                 yield f"rollout.extra_args: {option} forgets what rollout.on_publish = keep goes on with; remove one"
     way, ranks = config.rollout.weight_sync, config.rollout.servers * config.rollout.tensor_parallel
     if way == "tensor" and config.run.mode != "colocated":
-        yield f"rollout.weight_sync = tensor: run.mode={config.run.mode} needs auto, disk or distributed"
-    fits = way != "distributed" and (way != "tensor" or ranks <= config.actor.layout.world_size)
+        yield f"rollout.weight_sync = tensor: run.mode={config.run.mode} needs auto, disk, distributed or delta"
+    fits = way not in ("distributed", "delta") and (way != "tensor" or ranks <= config.actor.layout.world_size)
     if config.run.mode == "colocated" and not fits:
         yield f"rollout.weight_sync = {way}: run.mode=colocated needs disk, or tensor and {ranks} trainer ranks"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":

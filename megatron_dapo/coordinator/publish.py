@@ -51,6 +51,7 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     seconds = max(time.monotonic() - started, 1e-9)
     return {
         "weight_sync/gb_per_s": report.bytes / 1e9 / seconds,
+        "weight_sync/changed": report.changed,
         "weight_sync/by_disk": len(report.by_disk),
         "weight_sync/standstill": report.standstill_s / seconds,
         "weight_sync/stopped": report.stopped_s / seconds,
@@ -60,7 +61,7 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
 class TrainerWeights:
     """The weights that the trainer holds when this is made (rollout.fleet.weight_update.WeightStream)."""
 
-    def __init__(self, context: RunContext, folder: Path, way: Literal["tensor", "distributed"]) -> None:
+    def __init__(self, context: RunContext, folder: Path, way: Literal["tensor", "distributed", "delta"]) -> None:
         """`folder`: where they are written if a server has to read them."""
         self._way = way
         self._context, self._trainer, self._fleet, self._folder = context, context.trainer, context.fleet, folder

@@ -99,6 +99,8 @@ class Calibration:
     gather_bandwidth: PositiveFloat
     send_bandwidth: PositiveFloat
     load_bandwidth: PositiveFloat
+    hash_bandwidth: PositiveFloat
+    changed_share: Fraction
     mean_response: PositiveFloat
     response_sigma: NonNegativeFloat
     difficulty_share: Annotated[float, Field(ge=0, le=1)]

@@ -8,9 +8,10 @@ EXPORT_FILE_BYTES = 5 * 10**9
 
 
 def sync_seconds(case: Scenario) -> float:
-    """Of one publish to all servers; a bucket (`tensor`, `distributed`) is gathered while the one before is sent.
+    """Of one publish to all servers; a bucket (all but `disk`) is gathered while the one before is sent.
 
-    What runs on a GPU at its memory's speed (checksums of tensors there, a server's copies) is not counted.
+    What runs on a GPU at its memory's speed (a server's copies; checksums there, where a broadcast takes longer) is not
+    counted.
     """
     model, constants, way = case.model_bytes, case.constants, case.weight_sync
     if way == "disk":
@@ -31,6 +32,9 @@ def sync_seconds(case: Scenario) -> float:
         ranks = layout.world_size + case.server_gpus
         link = constants.link(ranks)
         send = model / (link if ranks <= constants.gpus_per_node else min(link, constants.send_bandwidth))
+        if way == "delta":  # what is held comes from the host while the bucket before is hashed and sent
+            send *= constants.changed_share + 1 / 8 / case.dtype_bytes  # a bit for each value
+            send = max(send, model / constants.hash_bandwidth, model / constants.host_bandwidth)
     first = bucket_bytes(case) / model
     return max(gather + first * send, send + first * gather)
 
@@ -47,7 +51,7 @@ def largest_parameter(case: Scenario) -> float:
 
 
 def bucket_bytes(case: Scenario) -> float:
-    """Of a bucket (`tensor`, `distributed`), at most the whole model."""
+    """Of a bucket (all but `disk`), at most the whole model."""
     return min(max(float(case.config.rollout.sync_bucket_mb << 20), largest_parameter(case)), case.model_bytes)
 
 
@@ -62,6 +66,7 @@ def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
     beside = {"servers' weights": case.model_bytes / case.config.rollout.tensor_parallel} if in_turn(case) else {}
     largest = largest_parameter(case)
     joined = largest if case.weight_sync == "disk" else min(2 * bucket_bytes(case), case.model_bytes)
+    joined += 2 * bucket_bytes(case) if case.weight_sync == "delta" else 0  # what is held of one, and its changes
     if stage > 0:
         return beside and {"sync bucket": joined} | beside
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
@@ -72,11 +77,13 @@ def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
 def server_bytes(case: Scenario) -> float:
     """On each GPU of a server, outside `memory_fraction`: in a process group SGLang receives the tensors of a bucket
     and joins them."""
-    return 2 * bucket_bytes(case) if case.weight_sync == "distributed" else 0.0
+    return 2 * bucket_bytes(case) if case.weight_sync in ("distributed", "delta") else 0.0
 
 
 def host_bytes(case: Scenario) -> dict[str, float]:
     """In host memory of trainer rank 0, and of all nodes that read a weight version, by what holds them."""
+    if case.weight_sync == "delta":
+        return {"rank 0: the weights that servers hold": case.model_bytes}
     if case.weight_sync != "disk":
         return {}
     file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)

@@ -18,6 +18,7 @@ from rollout.config import RolloutConfig
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, ServerStatistics, State, Timing, end_all
 from rollout.fleet.weight_update import Publisher
+from rollout.weights import LOADER
 from rollout.wire.client import ServerInfo
 
 _POLL_S = 0.25
@@ -224,6 +225,8 @@ class Supervisor:
         if info.speculative != self.config.speculative.algorithm.removesuffix("off"):
             there, here = info.speculative or "off", self.config.speculative.algorithm
             return f"its speculative decoding is {there}, but rollout.speculative.algorithm = {here}; make them equal"
+        if self.config.weight_sync == "delta" and not info.takes_changes:
+            return f"rollout.weight_sync = delta needs a server with --custom-weight-loader {LOADER}"
         if info.altered:
             return f"it runs with {info.altered}, so that its weights cannot be verified; start it without"
         return None

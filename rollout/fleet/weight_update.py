@@ -51,7 +51,9 @@ class PublishReport:
     servers: Mapping[str, int]
     """{url: checksums compared, over all ranks} of the servers that serve them."""
     bytes: int
-    """Of the weights."""
+    """Read from a folder, or sent once."""
+    changed: float = 1.0
+    """Share of the weights' values that these are."""
     by_disk: Mapping[str, str]
     """{url: why} of servers to which sending failed: they read a folder, at once or once they have been restarted."""
     standstill_s: float
@@ -229,7 +231,8 @@ class Publisher:
             if not servers and was_open:  # waits for one, before all requests and no longer than they would
                 self.balancer.release(await self.balancer.acquire("publish", priority=-sys.maxsize))
             by_disk = {url: failure.reason for url, failure in sent.failures.items()}
-            return PublishReport(servers=servers, bytes=sent.bytes, by_disk=by_disk, **published.stood_still())
+            times = published.stood_still()
+            return PublishReport(servers=servers, bytes=sent.bytes, changed=sent.changed, by_disk=by_disk, **times)
 
     async def _update(
         self, serving: Sequence[Member], published: Published, sent: Sent
@@ -283,7 +286,8 @@ class Publisher:
         await member.call(self._stop_drawing(member, flush=member not in published.keeping))
         assert member.info is not None
         index = self.balancer.members.index(member)
-        return Target(url=member.url, info=member.info, restarts=member.restarts, index=index)
+        held, restarts = member.weight_label, member.restarts
+        return Target(url=member.url, info=member.info, restarts=restarts, index=index, holds=held)
 
     async def _drain_or_end(self, member: Member) -> None:
         try:

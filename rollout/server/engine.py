@@ -84,7 +84,7 @@ def group_environment(config: RolloutConfig, *, own_gpus: bool) -> dict[str, str
     SGLang sets them for itself. A trainer with NCCL's defaults would exchange memory handles of another kind.
     `own_gpus`: whether trainer and servers have GPUs, and share none.
     """
-    if config.weight_sync not in ("distributed", "auto" if own_gpus else ""):
+    if config.weight_sync not in ("distributed", "delta", "auto" if own_gpus else ""):
         return {}
     symmetric = "--enable-symm-mem" in config.extra_args
     sharp = symmetric or "--enable-nccl-nvls" in config.extra_args

@@ -10,6 +10,7 @@ from typing import Literal
 from rollout.config import RolloutConfig
 from rollout.cpu import DECODE_BACKEND, PREFILL_BACKEND
 from rollout.errors import KeyFileError
+from rollout.weights import LOADER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     flags += ["--enable-fp32-lm-head"] if spec.fp32_head else []
     flags += ["--enable-return-routed-experts"] if spec.routed_experts else []
+    arguments |= {"--custom-weight-loader": LOADER} if config.weight_sync == "delta" else {}
     kv_cache_tokens = config.kv_cache_tokens
     if config.deterministic:
         flags.append("--enable-deterministic-inference")

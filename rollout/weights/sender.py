@@ -10,7 +10,6 @@ While that thread sends, loads and hashes one bucket, the ranks gather the next:
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -18,23 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollout.server.server_command import read_key
-from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport, failures_of
-from rollout.wire.client import ServerInfo, SglangClient
+from rollout.weights.checksums import ChecksumStream
+from rollout.weights.delta import DeltaTransport
+from rollout.weights.transport import (
+    Clients,
+    Failure,
+    GroupTransport,
+    SendRequest,
+    Sent,
+    SharedMemoryTransport,
+    failures_of,
+)
+from rollout.wire.client import SglangClient
 
 Gather = Callable[[Any], Sequence[Any]] | None
 """What each rank beside the same server gives, the one that sends to it first; collective over all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """The result of a send."""
-
-    bytes: int = 0
-    failures: Mapping[str, Failure] = field(default_factory=dict)
-    """By URL, the servers that hold only some of the buckets, or none."""
-    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
-    """Of the trainer's weights, as each kind of server should have them."""
 
 
 class GroupCache:
@@ -43,9 +40,7 @@ class GroupCache:
     def __init__(self) -> None:
         self._group: GroupTransport | None = None
 
-    async def get(
-        self, request: SendRequest, clients: Mapping[str, SglangClient], device: torch.device
-    ) -> GroupTransport:
+    async def get(self, request: SendRequest, clients: Clients, device: torch.device) -> GroupTransport:
         """The group of the request's servers. A group of other servers is left, and ended at those of `clients`."""
         before, self._group = self._group, None
         if before is not None and (before.broken or before.targets != request.targets):
@@ -54,7 +49,9 @@ class GroupCache:
                 ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
                 await failures_of(ends)
             before = None
-        self._group = before or GroupTransport(request, device)
+        kind = DeltaTransport if request.transport == "delta" else GroupTransport
+        self._group = before or kind(request, device)
+        self._group.targets = request.targets  # the same, but for what they hold
         return self._group
 
 
@@ -149,7 +146,8 @@ class WeightSender:
     def report(self) -> Sent:
         """Once the last bucket was put: waits for it."""
         self._finish()
-        return Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
+        sent = Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
+        return self._transport.left_out(sent) if isinstance(self._transport, DeltaTransport) else sent
 
     async def _open(self) -> None:
         request, limit_s = self._request, self._request.deadline_s

@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from torch.multiprocessing import reductions
 
 from rollout.errors import RolloutError, ServerRefused
+from rollout.weights.checksums import Checksums
 from rollout.wire.client import ServerInfo, SglangClient
 
 GRACE_S = 3.0
@@ -35,6 +36,9 @@ GRACE_S = 3.0
 
 _NEVER = timedelta(days=7)
 """Limit of torch's own watchdog, which would end the process. The transport has deadlines of its own."""
+
+Clients = Mapping[str, SglangClient]
+"""By URL."""
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """What another process calls, and with what, to have a bucket's memory as a tensor."""
@@ -57,13 +61,15 @@ class Target:
     """Restarts of the server so far. A server that was restarted is in no process group any more."""
     index: int = 0
     """Its place in the fleet."""
+    holds: str | None = field(default=None, compare=False)
+    """Its name of the weights that it holds, verified."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendRequest:
     """What is to be sent where."""
 
-    transport: Literal["tensor", "distributed"]
+    transport: Literal["tensor", "distributed", "delta"]
     """`tensor`: the ranks of the servers, in the fleet's order, use the devices of trainer ranks 0, 1, ..., and each
     gets its weights from the rank beside it."""
     targets: tuple[Target, ...]
@@ -84,6 +90,19 @@ class Failure:
     reason: str
     answers: bool
     """Whether the server said so itself, and still answers other requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """The result of a send."""
+
+    bytes: int = 0
+    changed: float = 1.0
+    """Share of the weights' values that were sent."""
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    """By URL, the servers that hold only some of the buckets, or none."""
+    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
+    """Of the trainer's weights, as each kind of server should have them."""
 
 
 class SharedMemoryTransport:
@@ -113,7 +132,7 @@ class SharedMemoryTransport:
         return functools.partial(torch.from_file, dtype=torch.uint8), (path, False, buffer.numel())
 
     async def send(
-        self, source: Sequence[Handle], bucket: Any, clients: Mapping[str, SglangClient], label: str | None
+        self, source: Sequence[Handle], bucket: Any, clients: Clients, label: str | None
     ) -> dict[str, Failure]:
         """Returns when the server has loaded the bucket; {url: why} if it has not.
 
@@ -218,7 +237,7 @@ class GroupTransport:
     def buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    async def join(self, clients: Mapping[str, SglangClient]) -> dict[str, Failure]:
+    async def join(self, clients: Clients) -> dict[str, Failure]:
         """Before the first bucket. {url: why} of the servers that cannot take part."""
         if self._group is not None:
             return {}
@@ -237,9 +256,7 @@ class GroupTransport:
         # Over NCCL a server's end is made without the others: it waits for nobody yet.
         return await self._together("the joining of the process group", calls, self._make, may_hang=False)
 
-    async def send(
-        self, buffer: Tensor, bucket: Any, clients: Mapping[str, SglangClient], label: str | None
-    ) -> dict[str, Failure]:
+    async def send(self, buffer: Tensor, bucket: Any, clients: Clients, label: str | None) -> dict[str, Failure]:
         """As `SharedMemoryTransport.send`."""
         names = list(bucket.shapes)
         body = {
@@ -252,10 +269,14 @@ class GroupTransport:
         calls = {
             url: client.update_weights("distributed", body, label, self._deadline_s) for url, client in clients.items()
         }
-        # What fills the bucket comes before; what is queued from here on, its hashes, need not wait for the broadcast.
-        filled = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
-        ours = functools.partial(self._broadcast, buffer, filled)
-        return await self._together(f"the broadcast of {names[0]}", calls, ours, may_hang=self._backend == "nccl")
+        return await self._beside(calls, buffer, names[0])
+
+    async def _beside(self, calls: "Mapping[str, Any]", data: Tensor, name: str) -> dict[str, Failure]:
+        """Broadcasts `data`, beside the calls in which the servers receive it; `name`: of its first tensor."""
+        # What fills the data comes before; what is queued from here on, its hashes, need not wait for the broadcast.
+        filled = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        ours = functools.partial(self._broadcast, data, filled)
+        return await self._together(f"the broadcast of {name}", calls, ours, may_hang=self._backend == "nccl")
 
     def close(self) -> None:
         """Leaves the group, without a wait: over NCCL its end can need the other ranks."""

@@ -12,6 +12,7 @@ import orjson
 
 from rollout.errors import AccessDenied, RolloutError, ServerRefused, ServerUnavailable
 from rollout.generation import SamplingParams
+from rollout.weights import LOADER
 from rollout.wire.reply import MEDIA_TYPE, Reply, StreamedError, join_segments, only_new, read_parts
 
 KEEP_ALIVE_S = 2.0
@@ -51,6 +52,8 @@ class ServerInfo:
     """Whether it finds the keys and values of a response that has ended again."""
     speculative: str = ""
     """SGLang's name of its speculative decoding, in small letters; empty: none."""
+    takes_changes: bool = False
+    """Whether it can be sent what changed of its weights alone."""
     altered: str = ""
     """SGLang's name of a setting (`quantization`) by which its weights differ from those it is given; empty: none."""
 
@@ -185,6 +188,7 @@ class SglangClient:
                 routed_experts=bool(answer.get("enable_return_routed_experts", False)),
                 caches_responses=not any(map(answer.get, _FORGETFUL)),
                 speculative=str(answer.get("speculative_algorithm") or "").lower(),
+                takes_changes=LOADER in (answer.get("custom_weight_loader") or ()),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )
 

@@ -2,16 +2,20 @@
 
 `python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256]`. The receivers are those of
 tests/rollout/peer.py, that keep what they are sent in memory. Each transport is used nine times, in turn with one
-bucket at a time and with two in flight; medians without the first.
+bucket at a time and with two in flight; medians without the first, in which `delta` sends all values. Before each other
+one 3% of them have changed.
 """
 
 import argparse
 import contextlib
+import itertools
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from tests.processes import ROOT
 from tools.rank_pool import RankPlace
 
 INFO = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
+LABELS, SHARE = "123456789", 0.03
 HIDDEN, MLP, VOCABULARY, SERVERS = 1024, 4096, 32000, 2
 LAYER = 4 * (2 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * MLP)
 
@@ -48,12 +53,16 @@ def timed(place: RankPlace, requests: Sequence[SendRequest], kinds: Sequence[Ser
         sender._finish()
 
     class Timed(RankWeights):
-        def send(self, *arguments: Any) -> Any:
+        def send(self, request: SendRequest, *arguments: Any) -> Any:
+            if request.transport == "delta":
+                change(self._actor)
             WeightSender.put = overlapped if len(seconds) % 2 else alone  # type: ignore[method-assign]
             began = time.monotonic()
-            sent = super().send(*arguments)
+            sent = super().send(request, *arguments)
             seconds.append(time.monotonic() - began)
             assert sent is None or sent.failures == {}
+            if sent is not None and request.label == LABELS[-1]:
+                print(f"{request.transport}: {sent.bytes / 1e9:.3f} GB sent, {sent.changed:.1%} of the values")
             return sent
 
     import megatron_dapo.cluster.rank_weights as module
@@ -61,7 +70,14 @@ def timed(place: RankPlace, requests: Sequence[SendRequest], kinds: Sequence[Ser
     module.RankWeights = Timed  # type: ignore[misc]
     folder, bucket = what
     sync_kit.send(place, folder, requests, kinds, bucket)
+    module.RankWeights = RankWeights  # type: ignore[misc]
     return seconds
+
+
+def change(actor: Any) -> None:
+    for chunk in actor._chunks:
+        for parameter in chunk.parameters():
+            parameter.data.view(-1)[torch.rand(parameter.numel()) < SHARE] += 1e-3
 
 
 @contextlib.contextmanager
@@ -87,11 +103,22 @@ def receive(folder: Path) -> None:
 
     import torch.distributed as dist
 
+    from rollout.weights.changes import decode
     from tests.rollout import peer
+
+    class Peer(peer.Peer):
+        def put_in_place(self, told: dict[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
+            """As a server does."""
+            sizes = [math.prod(shape) for _, shape in told["tensors"]]
+            values = decode(data, told["counts"], sum(sizes), getattr(torch, told["dtype"])).split(sizes)
+            for (name, _), part in zip(told["tensors"], values, strict=True):
+                held = self.whole[name].view(-1)
+                held.copy_(torch.where(part.isnan(), held, part))
+            return {name: self.whole[name] for name, _ in told["tensors"]}
 
     peer.save_file = lambda *_: None  # type: ignore[assignment]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    asyncio.run(peer.serve(peer.Peer(folder)))
+    asyncio.run(peer.serve(Peer(folder)))
 
 
 def main() -> None:
@@ -112,10 +139,13 @@ def main() -> None:
     copy_s = sorted(copies)[2]
     print(f"{size / 1e9:.2f} GB, a plain copy {copy_s:.2f} s")
     for hashed in (True, False):
-        for transport in ("tensor", "distributed"):
+        for transport in ("tensor", "distributed", "delta"):
             with receivers(given.folder / f"{transport}-{hashed}") as targets:
-                common = {"targets": tuple(targets), "deadline_s": 300.0, "backend": "gloo", "api_key_file": None}
-                requests = [SendRequest(transport=transport, label=label, **common) for label in "123456789"]
+                common = {"deadline_s": 300.0, "backend": "gloo", "api_key_file": None, "transport": transport}
+                requests = [
+                    SendRequest(targets=tuple(replace(target, holds=held) for target in targets), label=label, **common)
+                    for held, label in itertools.pairwise("0" + LABELS)
+                ]
                 kinds = [INFO] if hashed else []
                 first, *_ = run_ranks(2, timed, requests, kinds, model, given.bucket_mb << 20, timeout_s=900)
             both, one = (statistics.median(first[at::2]) for at in (1, 2))

@@ -196,7 +196,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "where its processes meet"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
         ("", ["run.mode=colocated"], ["between_phases = none", "needs all"]),
-        ("", ["rollout.weight_sync=tensor"], ["weight_sync = tensor", "run.mode=sync needs auto, disk or distributed"]),
+        ("", ["rollout.weight_sync=tensor"], ["weight_sync = tensor", "needs auto, disk, distributed or delta"]),
         ("", ["run.mode=colocated", "rollout.urls=[http://a:1]"], ["rollout.urls", "sync or async"]),
         ("", ["rollout.on_publish=recompute", "rollout.deterministic=true"], ["on_publish = recompute", "timing"]),
         ("", ["rollout.on_publish=recompute", "run.mode=colocated"], ["on_publish = recompute", "frees the KV cache"]),

@@ -14,13 +14,14 @@ import pytest
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 from megatron_dapo.cluster.waits import Waits
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.coordinator.publish import TrainerWeights, publish_weights
 from rollout.config import RolloutConfig
 from rollout.fleet.weight_update import PublishReport
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
+from tests.plan.conftest import RECIPES
 
 CPU = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=1)
 GPU = ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=1)
@@ -88,9 +89,15 @@ def test_the_way_is_chosen_by_whose_the_gpus_are(
     use_gpu: bool, shared: bool, mode: str, servers: int, way: str
 ) -> None:
     assert RolloutConfig().weight_sync == "auto"
-    for asked, wanted in (("auto", way), ("tensor", "tensor")):
+    for asked, wanted in (("auto", way), ("tensor", "tensor"), ("delta", "delta")):
         config = context_of(None, asked, False, mode, servers).config  # type: ignore[arg-type]
         assert config.way_of_weights(on_gpus=use_gpu, shared=shared) == wanted
+
+
+def test_changes_alone_are_not_sent_where_gpus_are_used_in_turn() -> None:
+    """The memory of a server's weights is the trainer's meanwhile."""
+    with pytest.raises(ConfigError, match=r"weight_sync = delta: run\.mode=colocated needs disk, or tensor"):
+        load_config(RECIPES / "h100_32_colocated.yaml", ["rollout.weight_sync=delta"])
 
 
 def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:

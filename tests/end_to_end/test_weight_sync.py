@@ -48,6 +48,17 @@ def test_every_way_gives_the_same_run(tmp_path: Path) -> None:
     assert log.count("init custom process group") == 1, "one group for all publishes"
 
 
+def test_changes_alone_give_the_same_run(tmp_path: Path) -> None:
+    """In bfloat16 at a small learning rate few values change; every publish is verified."""
+    small = ("model.dtype=bfloat16", "actor.optimizer.lr=1e-5", "run.rollout_steps=3")
+    whole, changes = (finished_run(tmp_path / way, way, *small) for way in ("distributed", "delta"))
+    shares = [line.pop("weight_sync/changed") for line in changes]
+    assert all(0 < share < 0.2 for share in shares)
+    assert [line.pop("weight_sync/changed") for line in whole] == [1.0] * 3
+    assert changes == whole
+    assert not (tmp_path / "delta" / "weights").exists()
+
+
 def with_experts(folder: Path) -> Path:
     """The quickstart's base with four experts a layer, each nearly its MLP, and random routers: it answers as well."""
     base = ROOT / "examples" / "quickstart" / "base"

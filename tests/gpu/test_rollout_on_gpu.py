@@ -6,13 +6,15 @@ detected"); `test_nccl_publish_on_gpu` needs two.
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.fleet.fleet import RolloutFleet
-from tests.gpu.place import answers, requests, serve
+from tests.gpu.place import DEVICE, answers, requests, serve
 from tests.gpu.publishing import (
+    BUCKET,
     CONTEXT,
     DTYPE,
     MEAN_GAP,
@@ -23,8 +25,23 @@ from tests.gpu.publishing import (
     publish_twice,
     save_qwen,
 )
+from tests.rollout.weights.memory_trainer import MemoryTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+
+
+async def changes_published(fleet: RolloutFleet, folder: Path) -> dict[str, float]:
+    """All at first, then three times 2% of the values. The fleet compares every checksum."""
+    trainer, seconds = MemoryTrainer(folder, bucket_bytes=BUCKET, device=DEVICE), list[float]()
+    for version in range(20, 24):
+        if version > 20:
+            trainer.change(0.02)
+        began = time.monotonic()
+        report = await fleet.publish_stream(trainer, version)
+        seconds.append(time.monotonic() - began)
+        assert report.by_disk == {}, report.by_disk
+        assert (report.changed == 1.0) is (version == 20)
+    return {"GB": trainer.sent[-1].bytes / 1e9, "s, all": seconds[0], "s, changes": min(seconds[1:])}
 
 
 def test_weights_reach_a_server_by_every_way(
@@ -45,7 +62,9 @@ def test_weights_reach_a_server_by_every_way(
             gap = await drawn_and_compared(fleet, on_device, folders[2])
             record(f"drawn after {transport}", gap)
             assert gap["mean gap"] < MEAN_GAP
+        record("publish by delta, gloo", await changes_published(fleet, folders[2]))
 
     tokens = 16384 if DTYPE == "float32" else RESPONSES * (TOKENS + 128)
     sizes = {"vocabulary": VOCABULARY, "context": CONTEXT, "max_running_requests": RESPONSES, "kv_cache_tokens": tokens}
+    sizes["weight_sync"] = "delta"  # as servers of the other ways, with a loader more
     serve(folders[0], tmp_path / "server.log", DTYPE, work, **sizes)

@@ -54,6 +54,23 @@ def test_in_memory_only_links_count(constants):
     assert seconds("distributed", no_disk) == seconds("distributed", constants)
 
 
+def test_changes_cost_the_slowest_of_gathering_hashing_sending_them_and_fetching_what_is_held(constants):
+    """By hand, with each of them in turn the slowest."""
+    fast = {"network_bandwidth": 1e15, "nvlink_bandwidth": 1e15, "hash_bandwidth": 1e15, "host_bandwidth": 1e15}
+    free = dataclasses.replace(constants, send_bandwidth=1e15, **fast)
+    slow_wire = dataclasses.replace(free, send_bandwidth=2e9)
+    encoded = MODEL * constants.changed_share + MODEL / 2 / 8
+    assert seconds("delta", slow_wire) == pytest.approx(encoded / 2e9, rel=1e-3)
+    assert seconds("distributed", slow_wire) == pytest.approx(MODEL / 2e9, rel=1e-3)
+    for name in ("hash_bandwidth", "host_bandwidth"):
+        assert seconds("delta", dataclasses.replace(free, **{name: 5e9})) == pytest.approx(MODEL / 5e9, rel=1e-3)
+    near = {"actor.layout": LayoutConfig(tensor=8, pipeline=1, data=1, sequence_parallel=True)}
+    slow = dataclasses.replace(free, nvlink_bandwidth=1e9)
+    case = Scenario(changed(recipe("delta"), near), HF, slow)
+    assert sync.sync_seconds(case) == pytest.approx(MODEL * 7 / 8 / 1e9 / constants.communication_efficiency, rel=1e-3)
+    assert seconds("delta", constants) >= MODEL / constants.host_bandwidth
+
+
 def colocated(**changes) -> Scenario:
     recipe = changed(load_config(RECIPES / "h100_32_colocated.yaml"), changes)
     return Scenario(recipe, HF, load_calibration())
@@ -95,6 +112,7 @@ def test_loading_from_memory_is_what_was_published(constants):
         ("disk", 4096, 2 * EMBEDDING),
         ("distributed", 4096, EMBEDDING + 2 * (4096 << 20)),
         ("distributed", 16, 3 * EMBEDDING),  # the embedding is larger than a bucket
+        ("delta", 4096, EMBEDDING + 4 * (4096 << 20)),
     ],
 )
 def test_what_rank_0_holds(way, megabytes, expected, constants):
@@ -104,7 +122,9 @@ def test_what_rank_0_holds(way, megabytes, expected, constants):
 
 
 def test_without_a_disk_no_file_is_held_in_host_memory(constants):
-    kept = {way: set(host_memory(Scenario(recipe(way), HF, constants), 5000.0)) for way in ("disk", "distributed")}
+    ways = ("disk", "distributed", "delta")
+    kept = {way: set(host_memory(Scenario(recipe(way), HF, constants), 5000.0)) for way in ways}
+    assert kept["delta"] - kept["distributed"] == {"rank 0: the weights that servers hold"}
     assert kept["disk"] - kept["distributed"] == {
         "rank 0: one file of an export and one tensor",
         "page cache that one weight version fills",
@@ -144,9 +164,10 @@ def test_one_bucket_after_the_other_would_take_what_was_published(constants):
     assert gather + (dense + experts) / constants.send_bandwidth == pytest.approx(2.67, rel=0.01)
 
 
-def test_the_target_size_in_less_than_six_seconds(constants):
-    """Qwen2.5-32B on 2 + 2 nodes; verl published 14.2 s."""
+@pytest.mark.parametrize(("way", "most"), [("distributed", 6), ("delta", 3)])
+def test_the_target_size_in_less_than_was_published(constants, way, most):
+    """Qwen2.5-32B on 2 + 2 nodes; verl published 14.2 s, and 6.2 s for changes alone."""
     layout = {"actor.layout": LayoutConfig(tensor=8, pipeline=2, sequence_parallel=True), "rollout.servers": 4}
-    case = Scenario(changed(recipe("distributed", tensor_parallel=4), layout), HF, constants)
+    case = Scenario(changed(recipe(way, tensor_parallel=4), layout), HF, constants)
     assert (case.config.actor.layout.world_size, case.server_gpus) == (16, 16)
-    assert MODEL / constants.send_bandwidth < sync.sync_seconds(case) < 6
+    assert 2 < sync.sync_seconds(case) < most

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 import os
 import pickle
 import re
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from aiohttp import web
 from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
+
+from rollout.weights import LOADER
 
 ADMITTED = ("builtins", "types", "functools", "torch", "collections", "copyreg")
 """Modules that SGLang's unpickler admits, as far as they are needed."""
@@ -32,6 +35,8 @@ class Peer:
         self.folder, self.fault, self.at = folder, fault, at
         self.bucket = 0
         self.held: dict[str, torch.Tensor] = {}
+        self.whole: dict[str, torch.Tensor] = {}
+        """Of the last label."""
         self.groups: dict[str, Any] = {}
         self.sources: set[str] = set()
         """Processes whose memory it has mapped, one for each payload."""
@@ -82,6 +87,8 @@ class Peer:
         asked = await request.json()
         await self._stumble(self.bucket)
         self.bucket += 1
+        if asked["load_format"] == LOADER:
+            return await self._changes(asked)
         payloads = [base64.b64decode(payload) for payload in asked["serialized_named_tensors"]]
         self.sources |= {re.findall(rb"/proc/(\d+)/fd", payload)[0].decode() for payload in payloads}
         contents = [_Unpickler(io.BytesIO(payload)).load() for payload in payloads]
@@ -93,14 +100,39 @@ class Peer:
         }
         return self._take(tensors, asked)
 
+    async def _changes(self, asked: dict[str, Any]) -> web.Response:
+        """As `rollout.weights.changes.load`."""
+        [payload] = map(base64.b64decode, asked["serialized_named_tensors"])
+        [(text, empty)] = _Unpickler(io.BytesIO(payload)).load()
+        told = json.loads(text)
+        assert empty.numel() == 0
+        data = torch.empty(told["bytes"], dtype=torch.uint8)
+        await asyncio.to_thread(lambda: self.groups[told["group"]].broadcast(data, 0).wait())
+        return self._take(self.put_in_place(told, data), asked)
+
+    def put_in_place(self, told: dict[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One value at a time."""
+        kind, count = getattr(torch, told["dtype"]), sum(told["counts"])
+        values, bits = iter(data[: count * kind.itemsize].view(kind)), data[count * kind.itemsize :].tolist()
+        tensors, at = dict[str, torch.Tensor](), 0
+        for name, shape in told["tensors"]:
+            tensors[name] = flat = self.whole[name].flatten()
+            assert self.whole[name].shape == torch.Size(shape)
+            for place in range(flat.numel()):
+                if bits[(at + place) // 8] >> (at + place) % 8 & 1:
+                    flat[place] = next(values)
+            tensors[name], at = flat.view(shape), at + flat.numel()
+        assert next(values, None) is None
+        return tensors
+
     def _take(self, tensors: dict[str, torch.Tensor], asked: dict[str, Any]) -> web.Response:
-        assert asked["load_format"] == "flattened_bucket"
+        assert asked["load_format"] in ("flattened_bucket", LOADER)
         assert asked["flush_cache"] is False
         self.held |= tensors
         if asked["weight_version"] is not None:
             told = {"label": asked["weight_version"], "sources": " ".join(sorted(self.sources))}
             save_file(self.held, self.folder / "held.safetensors", told)
-            self.held, self.bucket = {}, 0
+            self.whole, self.held, self.bucket = self.held, {}, 0
         return web.json_response({"success": True, "message": ""})
 
     async def _stumble(self, bucket: int) -> None:

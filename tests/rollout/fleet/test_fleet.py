@@ -9,6 +9,7 @@ import pytest
 from rollout.config import RolloutConfig
 from rollout.errors import FleetLost, RolloutError, ServerRefused, ServerStartError, ServerUnavailable, ServerUnfit
 from rollout.fleet.fleet import RolloutFleet
+from rollout.weights import LOADER
 from rollout.wire.client import SglangClient
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
 from tests.rollout.folders import VOCABULARY
@@ -301,6 +302,23 @@ def test_one_server_whose_weights_could_not_be_verified_ends_the_start(setting: 
         with pytest.raises(ServerUnfit, match=f"it runs with {next(iter(setting))}, so that its weights"):
             await fleet.start(5.0)
         assert all(server.closed for server in servers)
+
+    run(test)
+
+
+def test_changes_alone_need_a_server_that_was_started_with_their_loader() -> None:
+    async def test() -> None:
+        server = StandIn()
+        for told in (None, [], ["another.loader"]):
+            server.says = {"custom_weight_loader": told}
+            with pytest.raises(
+                ServerUnfit, match=r"delta needs .* --custom-weight-loader rollout\.weights\.changes\.load"
+            ):
+                async with fleet_of(server, weight_sync="delta"):
+                    pass
+        server.says = {"custom_weight_loader": ["another.loader", LOADER]}
+        async with fleet_of(server, weight_sync="delta") as fleet:
+            assert fleet.kinds[0].takes_changes
 
     run(test)
 

@@ -22,6 +22,7 @@ from rollout.errors import ServerStartError
 from rollout.server import engine
 from rollout.server.engine import LocalServer, free_port, hold_port, launch_server, tail
 from rollout.server.server_command import ServerSpec, server_arguments
+from rollout.weights import changes
 from tests.processes import ROOT
 
 
@@ -58,6 +59,13 @@ def test_a_server_makes_the_output_layers_product_in_float32_only_where_told() -
         for told in (False, True):
             arguments = server_arguments(RolloutConfig(), spec(device=device, dtype="bfloat16", fp32_head=told), 31000)
             assert arguments.count("--enable-fp32-lm-head") == told
+
+
+def test_a_server_gets_the_loader_of_changes_by_a_path_that_sglang_can_import() -> None:
+    arguments = server_arguments(RolloutConfig(weight_sync="delta"), spec(), 31000)
+    module, _, function = value(arguments, "--custom-weight-loader").rpartition(".")
+    assert getattr(importlib.import_module(module), function) is changes.load
+    assert "--custom-weight-loader" not in server_arguments(RolloutConfig(weight_sync="distributed"), spec(), 31000)
 
 
 def test_nothing_of_the_cpu_support_is_in_a_gpu_server() -> None:
@@ -360,6 +368,7 @@ def test_both_ends_of_a_process_group_get_the_memory_handles_that_sglang_would_c
     }.items():
         environment = environment_of(*extra_args, weight_sync="distributed")
         assert tuple(environment[name] for name in names) == wanted
+    assert environment_of(weight_sync="delta").keys() >= set(names)
     for shares, wanted in ((False, "0"), (True, None)):  # by itself a group is made where servers share no GPU
         on_gpu = spec(device="cuda", dtype="bfloat16", shares_memory=shares)
         assert LocalServer(RolloutConfig(), on_gpu)._environment().get(names[0]) == wanted
