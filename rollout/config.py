@@ -112,8 +112,8 @@ class RolloutConfig:
     """Responses that one server decodes at a time."""
 
     quantization: Literal["none", "fp8"] = "none"
-    """`fp8`: servers hold and multiply the layers' weights in FP8, by blocks of 128 x 128 (docs/weight_sync.md). Needs
-    GPUs and `algorithm.importance.mode`. The trainer's are `actor.fp8`."""
+    """`fp8`: servers hold the layers' weights in FP8 and multiply in it (docs/weight_sync.md). Needs GPUs and
+    `algorithm.importance.mode`. The trainer's is `actor.fp8`."""
 
     kv_cache_tokens: PositiveInt | None = None
     """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""

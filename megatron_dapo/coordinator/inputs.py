@@ -8,8 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
-from megatron_dapo.actor.weights.quantize import check_blocks
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor, check_blocks
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import check_file, heldout_files, training_files

@@ -120,7 +120,7 @@ class SharedMemoryTransport:
         Args:
             source: for each of the server's ranks, a handle to uint8 [size], in which the tensors lie one behind the
                 other.
-            bucket: has their `shapes` and `dtype_of` (megatron_dapo.actor.weights.hf_weights.Bucket).
+            bucket: has their `shapes` and `dtype_of` (megatron_dapo.actor.weights.buckets.Bucket).
             label: the servers' new name of their weights, sent with the last bucket.
         """
         payloads = [_payload(handle, bucket) for handle in source]

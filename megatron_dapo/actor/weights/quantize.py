@@ -14,10 +14,8 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig
-from megatron_dapo.config.base import ConfigError
+from megatron_dapo.actor.model.hf_config import BLOCK
 
-BLOCK = 128
 SCALE = "_scale_inv"
 """Behind a weight's name: its scales."""
 _LEAST_EXPONENT = -100
@@ -64,23 +62,3 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((exponent + 127) << 23).view(torch.float32)  # 2 ** exponent, exactly, on every device
     scaled = blocks / scale.to(weight.dtype)[:, None, :, None]
     return scaled.to(torch.float8_e4m3fn).flatten(2).flatten(0, 1), scale
-
-
-def check_blocks(hf: HFModelConfig, ranks: int) -> None:
-    """Raise ConfigError unless every server rank's share of every projection is whole blocks, which SGLang requires.
-
-    Args:
-        ranks: `rollout.tensor_parallel`.
-    """
-    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
-    ffn = hf.ffn_hidden_size if hf.experts is None else hf.experts.ffn_hidden_size
-    # If there are fewer key heads than ranks, several ranks have the same one.
-    shares = {"hidden": (hf.hidden_size, 1), "query": (queries, ranks), "intermediate": (ffn, ranks)}
-    shares["key and value"] = (keys, min(ranks, hf.num_query_groups))
-    for what, (size, parts) in shares.items():
-        if size % (parts * BLOCK):
-            raise ConfigError(
-                f"rollout.quantization = fp8: rounds blocks of {BLOCK} x {BLOCK}, and the model's {what} size {size} "
-                f"over {parts} server ranks is no multiple of {BLOCK}; lower rollout.tensor_parallel, or set "
-                "rollout.quantization to none"
-            )

@@ -54,8 +54,11 @@ STAGES = (
     _stage("hashing", "hashing", "checksums on the GPU and on a CPU thread, GB/s", 20, 60, **QUIET),
     _stage("update speed", "throughput", "tokens/s and MFU of an update at true widths", 240, 360, **QUIET),
     _stage("speculation", "speculative", "drafted tokens are the model's: log-probs and distribution", 60, 240),
+    _stage(
+        "FP8 rollouts", "quantized", "an FP8 server by every way; checksums; gaps in log-probs", 150, 300, alone=True
+    ),
     _stage("two GPUs: layouts", "layouts", "TP2, PP2, DP2 and, with TE, CP2 over NCCL are one GPU", 120, 240, gpus=2),
     _stage("two GPUs: publish", "nccl_publish", "weights by NCCL to a server on another GPU", 100, 240, gpus=2),
 )
-"""Planned for one GPU: 1440 s, 24 minutes. With two GPUs 220 s more: a limit of 26 minutes then leaves out the last
+"""Planned for one GPU: 1590 s, 26.5 minutes. With two GPUs 220 s more: a limit of 26 minutes then leaves out the last
 stage where every stage takes what is planned."""

@@ -3,9 +3,9 @@
     python -m tests.rollout.weights.fp8_in_sglang ARGUMENTS RANK FOLDER...
 
 The model is built as a server with ARGUMENTS (JSON: those of `server_arguments`) builds it on a Hopper GPU, for one
-tensor-parallel rank. Its first folder's weights are loaded, then those of each other folder as `update_weights_from_disk`
-does, and again as the bucketed ways do, which only call `load_weights`. A line of JSON for each load: SGLang's checksums,
-and a hash of each tensor's own bytes.
+tensor-parallel rank. The first folder's weights are loaded, then those of each other one as `update_weights_from_disk`
+does, then those again as the bucketed ways do, which only call `load_weights`. A line of JSON for each load: SGLang's
+checksums, a hash of each tensor's own bytes, and the scales of its KV cache.
 """
 
 import hashlib
@@ -79,7 +79,9 @@ def report(what: str, model: Any) -> None:
     checksums = WeightChecker(get_model=lambda: model, ps=place)._compute_checksum()["checksums"]
     held = {name: each.detach().contiguous().view(-1).view(torch.uint8) for name, each in model.named_parameters()}
     hashes = {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in held.items()}
-    print(json.dumps({"loaded": what, "checksums": checksums, "bytes": hashes}), flush=True)
+    caches = [vars(each) for _, each in model.named_modules() if hasattr(each, "k_scale_float")]
+    scales = [[each["k_scale_float"], each["v_scale_float"]] for each in caches]
+    print(json.dumps({"loaded": what, "checksums": checksums, "bytes": hashes, "cache": scales}), flush=True)
 
 
 def main(arguments: list[str], rank: int, folders: list[Path]) -> None:
