@@ -4,9 +4,8 @@ Every projection `*_proj.weight`, an expert's too, becomes float8_e4m3fn [out, i
 `*_proj.weight_scale_inv` [out / 128, in / 128] for each block of 128 x 128: weight = FP8 x scale. Embedding, output
 layer, norms, biases and router keep their type.
 
-Scales are powers of two. Then weight = FP8 x scale is exact in bfloat16, in which SGLang's weight checker hashes the
-product: equal checksums mean equal weights to the last bit. What that costs is at most one of the format's 18 powers
-of two; the rounding to 4 significant bits is the same.
+Scales are powers of two: the product is then exact in bfloat16, in which SGLang's weight checker hashes it, and the
+rounding is that of the format alone, to 4 significant bits. It costs at most one of the format's 18 powers of two.
 """
 
 from collections.abc import Container, Mapping

@@ -80,7 +80,7 @@ def test_the_product_is_near_and_exact_in_bfloat16() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-38, -3e-33])
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-36, 2e-36, -3e-33])
 def test_a_block_of_nothing_is_no_nan(value: float) -> None:
     stored, scale = quantize(torch.full((128, 128), value, dtype=torch.bfloat16))
     product = stored.double() * scale.double()

@@ -41,13 +41,13 @@ QUIET = {"cpu": True, "alone": True}
 STAGES = (
     _stage("environment", "environment", "driver, CUDA and every compiled package load and compute", 75, 150, cpu=True),
     _stage("server", "server", "an SGLang server answers; greedy tokens are transformers'", 120, 260, cpu=True),
-    _stage("actor", "actor", "log-probs, gradients by kind of layer and steps are the CPU's", 150, 300, cpu=True),
+    _stage("actor", "actor", "log-probs, gradients by kind of layer and steps are the CPU's", 120, 300, cpu=True),
     _stage(
         "experts", "experts", "grouped experts and SGLang's fused ones are the CPU's; routing; MFU", 60, 300, **QUIET
     ),
     _stage("quickstart", "quickstart", "one step of the quickstart, bfloat16 and float32", 240, 420),
-    _stage("publish", "rollout", "weights by disk, memory and group; checksums; log-prob gap", 150, 300, cpu=True),
-    _stage("colocated", "colocated", "trainer and server take turns in one GPU's memory", 150, 300, alone=True),
+    _stage("publish", "rollout", "weights by disk, memory and group; checksums; log-prob gap", 120, 300, cpu=True),
+    _stage("colocated", "colocated", "trainer and server take turns in one GPU's memory", 120, 300, alone=True),
     _stage("checkpoint", "checkpoint", "a CPU's checkpoint resumes on the GPU and back", 60, 150, cpu=True),
     _stage("fp8", "fp8", "FP8 steps and resume with TransformerEngine", 75, 180),
     _stage("log-prob kernel", "logprob", "log-probs against float64; memory and time against naive", 40, 120, **QUIET),
@@ -55,10 +55,10 @@ STAGES = (
     _stage("update speed", "throughput", "tokens/s and MFU of an update at true widths", 240, 360, **QUIET),
     _stage("speculation", "speculative", "drafted tokens are the model's: log-probs and distribution", 60, 240),
     _stage(
-        "FP8 rollouts", "quantized", "an FP8 server by every way; checksums; gaps in log-probs", 150, 300, alone=True
+        "FP8 rollouts", "quantized", "an FP8 server by every way; checksums; gaps in log-probs", 90, 300, alone=True
     ),
     _stage("two GPUs: layouts", "layouts", "TP2, PP2, DP2 and, with TE, CP2 over NCCL are one GPU", 120, 240, gpus=2),
     _stage("two GPUs: publish", "nccl_publish", "weights by NCCL to a server on another GPU", 100, 240, gpus=2),
 )
-"""Planned for one GPU: 1590 s, 26.5 minutes. With two GPUs 220 s more: a limit of 26 minutes then leaves out the last
+"""Planned for one GPU: 1440 s, 24 minutes. With two GPUs 220 s more: a limit of 26 minutes then leaves out the last
 stage where every stage takes what is planned."""
