@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from operator import attrgetter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -13,6 +13,9 @@ CONTEXT_RESERVE = 8
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""What config.json says of FP8 weights as a trainer makes them (megatron_dapo.actor.weights.quantize)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -109,6 +112,10 @@ class RolloutConfig:
     max_running_requests: PositiveInt = 256
     """Responses that one server decodes at a time."""
 
+    quantization: Literal["none", "fp8"] = "none"
+    """`fp8`: servers hold the layers' weights in FP8 and multiply in it (docs/weight_sync.md). Needs GPUs and
+    `algorithm.importance.mode`. The trainer's is `actor.fp8`."""
+
     kv_cache_tokens: PositiveInt | None = None
     """Size of each server's KV cache in tokens. None: SGLang derives it from `memory_fraction`."""
 
@@ -159,6 +166,11 @@ class RolloutConfig:
         """Whether servers draft tokens. SGLang 0.5.17 then reads no folder of new weights: it would read it into the
         draft model too, or, without one, crash."""
         return self.speculative.algorithm != "off"
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What config.json says of weights like the servers'; None: they are not quantized."""
+        return None if self.quantization == "none" else QUANTIZATION
 
     @property
     def longest_response(self) -> int:

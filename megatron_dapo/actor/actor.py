@@ -8,7 +8,7 @@ Nothing here imports Megatron before the constructor has prepared the device for
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -233,20 +233,28 @@ class MegatronActor:
             tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, **options))
         return (sums["loss"], tensors) if self.rank == 0 else None
 
-    def export_hf(self, folder: Path, watch: Callable[[str, Tensor], None] | None = None) -> None:
+    def export_hf(
+        self,
+        folder: Path,
+        watch: Callable[[str, Tensor], None] | None = None,
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write the weights to `folder` in Hugging Face format, with the config and tokenizer of the model's folder;
         LoRA's are merged, and `folder/adapter` has them for PEFT. Rank 0 writes, and hands each tensor to `watch`
-        before."""
+        before. `quantization`: as `hf_weights.export_hf`."""
         source, adapters = Path(self.model.path), self.optimizer.adapters
         with self.memory.resident("parameters"):
             besides = adapters.files(self._chunks, self.hf, str(source.absolute())) if adapters else None
             places = self._chunks, self.hf, folder, source
-            self._weights.export_hf(*places, dtype=self._dtype, watch=watch, besides=besides)
+            more: dict[str, Any] = {"watch": watch, "besides": besides, "quantization": quantization}
+            self._weights.export_hf(*places, dtype=self._dtype, **more)
 
-    def stream_weights(self, sink: Any, bucket_bytes: int) -> None:
-        """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks."""
+    def stream_weights(self, sink: Any, bucket_bytes: int, *, quantize: bool = False) -> None:
+        """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks.
+        `quantize`: to FP8."""
         with self.memory.resident("parameters"):
-            self._weights.stream_weights(self._chunks, self.hf, dtype=self._dtype, bucket_bytes=bucket_bytes, sink=sink)
+            how: dict[str, Any] = {"dtype": self._dtype, "bucket_bytes": bucket_bytes, "quantize": quantize}
+            self._weights.stream_weights(self._chunks, self.hf, sink=sink, **how)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not

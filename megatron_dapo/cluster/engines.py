@@ -149,6 +149,10 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         raise PlacementError(
             "rollout.speculative.algorithm: on a CPU SGLang would draw the likeliest token alone; set it to off"
         )
+    if config.rollout.quantization != "none" and not on_gpu:
+        raise PlacementError(
+            "rollout.quantization: SGLang multiplies in FP8 on GPUs alone, and there is none here; set it to none"
+        )
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),
         draft_model=Path(draft).resolve() if draft else None,

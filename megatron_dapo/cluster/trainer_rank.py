@@ -129,7 +129,8 @@ class TrainerRank:
         )
         from megatron_dapo.cluster.rank_weights import RankWeights  # imports Megatron, which the actor prepares
 
-        self.weights = RankWeights(self.actor, bucket_bytes=config.rollout.sync_bucket_mb << 20)
+        bucket, quantization = config.rollout.sync_bucket_mb << 20, config.rollout.quantization_config
+        self.weights = RankWeights(self.actor, bucket_bytes=bucket, quantization=quantization)
         self._timeline = RankTimeline(self._run_dir, self.actor)
         gc.collect()
         gc.freeze()

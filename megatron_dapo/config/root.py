@@ -274,9 +274,31 @@ def _of_rollout(config: Config) -> Iterator[str]:
     if budget is not None and budget >= (shortest := rollout.shortest_limit):
         yield f"rollout.thinking_budget = {budget}: must be below max_new_tokens = {shortest}, for what comes after it"
     yield from _of_speculation(config)
+    yield from _of_quantization(config)
     addresses = [url.rstrip("/").lower() for url in rollout.urls]
     if len(set(addresses)) < len(addresses):
         yield "rollout.urls: names a server twice, which would get its weights and its share twice; remove one"
+
+
+def _of_quantization(config: Config) -> Iterator[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.quantization == "none":
+        return
+    chosen = f"rollout.quantization = {rollout.quantization}"
+    corrects = (entry := LOSSES.get(algorithm.policy_loss)) is not None and entry.needs_rollout_log_probs
+    overrides = [word for word in rollout.extra_args if word.replace("_", "-").startswith("--json-model")]
+    for key, problem in {
+        "actor.device = cpu": config.actor.device == "cpu" and "SGLang multiplies in FP8 on GPUs alone",
+        "model.dtype": config.model.dtype != "bfloat16" and "what is not quantized is bfloat16",
+        "rollout.deterministic": rollout.deterministic and "its products may depend on the batch",
+        "rollout.speculative.algorithm": rollout.speculates and "the draft model would be loaded as FP8 too",
+        "rollout.extra_args": overrides and f"{overrides[0]} would replace what tells servers of it",
+        f"algorithm.importance.mode = {algorithm.importance.mode}": algorithm.importance_mode == "none"
+        and not corrects
+        and "its log-probs are not the trainer's, which needs a correction: truncated or masked",
+    }.items():
+        if problem:
+            yield f"{chosen}: not with this {key}, {problem}; change one of the two"
 
 
 def _of_speculation(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
+from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor, check_blocks
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import check_file, heldout_files, training_files
@@ -52,6 +52,8 @@ def read_inputs(config: Config) -> Inputs:
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     model = HFModelConfig.load(Path(config.model.path))
     check_actor(model, config.actor)
+    if config.rollout.quantization != "none":
+        check_blocks(model, config.rollout.tensor_parallel)
     if config.model.context_length > model.max_position_embeddings:
         raise ConfigError(
             f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "

@@ -1,5 +1,6 @@
 """What `eval`, `ask` and tools start on this machine, without Ray: rollout servers with no trainer beside them."""
 
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from megatron_dapo.cluster.engines import api_key, own_engines, servers_ready, visible_gpus
 from megatron_dapo.cluster.waits import Waits, ready_after
 from megatron_dapo.config import Config
+from rollout.config import QUANTIZATION
 from rollout.fleet.fleet import RolloutFleet
 
 
@@ -21,8 +23,12 @@ def local_device(config: Config) -> Literal["cpu", "cuda"]:
 
 
 def with_own_servers(config: Config, model: Path) -> Config:
-    """The same config, its servers started here with `model`, on free ports."""
-    rollout = replace(config.rollout, urls=(), api_key_file=None, port=0, weight_sync="disk")
+    """The same config, its servers started here with `model`, on free ports; in FP8 if its weights are."""
+    config_file = model / "config.json"
+    fields = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+    quantization: Any = "fp8" if fields.get("quantization_config") == QUANTIZATION else "none"
+    own: dict[str, Any] = {"urls": (), "api_key_file": None, "port": 0, "weight_sync": "disk"}
+    rollout = replace(config.rollout, quantization=quantization, **own)
     run = replace(config.run, mode="sync")  # nobody trains beside them
     return replace(config, run=run, rollout=rollout, model=replace(config.model, path=str(model)))
 

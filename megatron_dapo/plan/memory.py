@@ -222,7 +222,7 @@ def _log_prob_bytes(case: Scenario, tokens: int, *, backward: bool) -> float:
 def server_memory(case: Scenario) -> ServerMemory:
     """Of each GPU of a server."""
     rollout, parallel = case.config.rollout, case.config.rollout.tensor_parallel
-    weights = case.model_bytes / parallel
+    weights = case.served_bytes / parallel
     token = kv_bytes_per_token(case.hf, parallel, case.dtype_bytes)
     cache = rollout.memory_fraction * case.constants.gpu_memory - weights
     if rollout.kv_cache_tokens is not None:

@@ -158,6 +158,17 @@ class Scenario:
         return float(model_parameters(self.hf) * self.dtype_bytes)
 
     @property
+    def projection_bytes(self) -> int:
+        """Of a weight of a layer's projections at a server."""
+        return self.dtype_bytes if self.config.rollout.quantization == "none" else 1
+
+    @property
+    def served_bytes(self) -> float:
+        """Of a server's weights; FP8 scales are nothing beside them, nor are norms."""
+        plain = self.hf.vocab_size * self.hf.hidden_size * (1 if self.hf.tied else 2)
+        return self.model_bytes - (model_parameters(self.hf) - plain) * (self.dtype_bytes - self.projection_bytes)
+
+    @property
     def checkpoint_bytes(self) -> float:
         """Of a checkpoint: the trained weights, and the optimizer's state."""
         actor = self.config.actor

@@ -164,7 +164,7 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
     speed = constants.peak_flops * constants.prefill_efficiency * case.config.rollout.tensor_parallel
-    experts = expert_parameters(hf) * case.dtype_bytes / case.config.rollout.tensor_parallel
+    experts = expert_parameters(hf) * case.projection_bytes / case.config.rollout.tensor_parallel
     return Fleet(
         slots=count * each,
         mean_prompt=workload.mean_prompt,

@@ -63,7 +63,7 @@ def in_turn(case: Scenario) -> bool:
 def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
     """On a trainer rank's GPU, by what holds them. On rank 0 the whole of one parameter is gathered, and joined once
     more, in a copy (`disk`) or in its bucket, while the bucket before is sent. `in_turn` every rank has the buckets."""
-    beside = {"servers' weights": case.model_bytes / case.config.rollout.tensor_parallel} if in_turn(case) else {}
+    beside = {"servers' weights": case.served_bytes / case.config.rollout.tensor_parallel} if in_turn(case) else {}
     largest = largest_parameter(case)
     joined = largest if case.weight_sync == "disk" else min(2 * bucket_bytes(case), case.model_bytes)
     joined += 2 * bucket_bytes(case) if case.weight_sync == "delta" else 0  # what is held of one, and its changes

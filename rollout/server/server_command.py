@@ -1,6 +1,7 @@
 """What one SGLang server is started with: its command line, from the config and what the run knows of its model and
 machine, and its API key, which keeps other users of a machine or network away, in a file of its owner."""
 
+import json
 import os
 import secrets
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ class ServerSpec:
     """
 
     model_path: Path
-    """Folder in Hugging Face layout; its weights serve until the first publish."""
+    """Folder in Hugging Face layout; its weights serve until the first publish, unless `rollout.quantization` is set
+    and they are not quantized."""
     device: Literal["cpu", "cuda"]
     dtype: str
     """float32 (the CPU's) or bfloat16. Never "auto": SGLang would turn a float32 checkpoint into float16."""
@@ -108,6 +110,9 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
             chain = {"--speculative-num-steps": str(tokens - 1), "--speculative-eagle-topk": "1"} if tokens else {}
             arguments |= chain
             flags += ["--enable-draft-weights-cpu-backup"] if spec.shares_memory else []
+    if config.quantization_config is not None:
+        # Plain weights are then cast to FP8, without scales: such a server draws nothing before its first publish.
+        arguments["--json-model-override-args"] = json.dumps({"quantization_config": config.quantization_config})
     if spec.device == "cuda" and spec.dtype == "float32":
         # FlashAttention 3 and FlashInfer take 16-bit types only, and so does SGLang's RMS norm outside this mode.
         arguments["--attention-backend"] = "triton"

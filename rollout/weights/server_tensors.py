@@ -3,6 +3,9 @@
 SGLang fuses and shards what it loads: q, k and v become `qkv_proj`, gate and up become `gate_up_proj`, and each tensor-
 parallel rank has its shard. Of a layer's experts it makes two tensors: `w13_weight`, gate and up of each expert in
 turn, and `w2_weight`. Known models: Llama, Qwen2, Qwen3, Qwen3-MoE.
+
+FP8 weights have a second tensor, of a scale for each block. SGLang's weight checker does not hash the two: it hashes
+their product, in bfloat16. So that is what is made here.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -27,6 +30,8 @@ _FUSED_MLP = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 _EACH = ("self_attn.o_proj.weight", "input_layernorm.weight", "post_attention_layernorm.weight")
 _OPTIONAL = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.bias", "mlp.down_proj.bias")
 """Head norms of Qwen3; biases after a row-parallel product are added once, but every rank holds them."""
+SCALE = "_scale_inv"
+"""Behind the name of an FP8 weight: its scales."""
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -38,12 +43,13 @@ class ServerTensor:
     name: str
     """SGLang's."""
     sources: tuple[str, ...]
-    """Hugging Face tensors that it is made of, in order."""
+    """Hugging Face tensors that it is made of, in order, then the scales of those that have any."""
     layout: "_Layout"
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensor in pieces, views of `tensors` wherever nothing is padded."""
-        return [piece for source in self.sources for piece in self.layout.shard(source, tensors[source], self.rank)]
+        """The tensor in pieces, views of `tensors` wherever nothing is padded or quantized."""
+        weights = [source for source in self.sources if not source.endswith(SCALE)]
+        return [piece for name in weights for piece in self.layout.shard(name, _unquantized(name, tensors), self.rank)]
 
 
 class _Layout:
@@ -118,6 +124,11 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
     mixture = architecture == MIXTURE
     fused_of_layer = _FUSED if mixture else _FUSED | _FUSED_MLP
     each_of_layer = (*_EACH, "mlp.gate.weight" if mixture else "mlp.down_proj.weight")
+
+    def made_of(rank: int, name: str, *sources: str) -> ServerTensor:
+        scales = (source + SCALE for source in sources if source + SCALE in names)
+        return ServerTensor(rank, name, (*sources, *scales), layout)
+
     for rank in range(layout.ranks):
         for layer in range(config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}."
@@ -126,16 +137,25 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
                 numbers = range(config.get("num_experts") or config["num_local_experts"])
                 for joined, kinds in (("w13_weight", ["gate", "up"]), ("w2_weight", ["down"])):
                     sources = tuple(f"{experts}{each}.{kind}_proj.weight" for each in numbers for kind in kinds)
-                    yield ServerTensor(rank, experts + joined, sources, layout)
+                    yield made_of(rank, experts + joined, *sources)
             for fused, parts in fused_of_layer.items():
                 for kind in ("weight", "bias"):
                     sources = tuple(f"{prefix}{part}.{kind}" for part in parts)
                     if kind == "weight" or sources[0] in names:
-                        yield ServerTensor(rank, f"{prefix}{fused}.{kind}", sources, layout)
+                        yield made_of(rank, f"{prefix}{fused}.{kind}", *sources)
             for name in (*each_of_layer, *(name for name in _OPTIONAL if prefix + name in names)):
-                yield ServerTensor(rank, prefix + name, (prefix + name,), layout)
+                yield made_of(rank, prefix + name, prefix + name)
         for name in whole:
-            yield ServerTensor(rank, name, (name,), layout)
+            yield made_of(rank, name, name)
+
+
+def _unquantized(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A weight, [out, in]; of FP8 the product with its scales [out / block, in / block], bfloat16."""
+    scale = tensors.get(name + SCALE)
+    if scale is None:
+        return tensors[name]
+    blocks = tensors[name].unflatten(1, (scale.shape[1], -1)).unflatten(0, (scale.shape[0], -1))
+    return (blocks.float() * scale[:, None, :, None]).to(torch.bfloat16).flatten(2).flatten(0, 1)
 
 
 def server_dtype(info: ServerInfo, config: Mapping[str, Any]) -> torch.dtype:

@@ -139,7 +139,7 @@ class SharedMemoryTransport:
         Args:
             source: for each of the server's ranks, a handle to uint8 [size], in which the tensors lie one behind the
                 other.
-            bucket: has their `shapes` and their `dtype` (megatron_dapo.actor.weights.hf_weights.Bucket).
+            bucket: has their `shapes` and `dtype_of` (megatron_dapo.actor.weights.buckets.Bucket).
             label: the servers' new name of their weights, sent with the last bucket.
         """
         payloads = [_payload(handle, bucket) for handle in source]
@@ -181,8 +181,9 @@ class _Mapped:
 
 def _payload(handle: Handle, bucket: Any) -> str:
     """What SGLang's `update_weights_from_tensor` unpickles, as base64."""
-    metadata, end, dtype = [], 0, bucket.dtype
+    metadata, end = [], 0
     for name, shape in ((name, torch.Size(shape)) for name, shape in bucket.shapes.items()):
+        dtype = bucket.dtype_of(name)
         start, end = end, end + shape.numel() * dtype.itemsize
         place = {"start_idx": start, "end_idx": end, "numel": end - start}
         metadata.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
@@ -261,7 +262,7 @@ class GroupTransport:
         names = list(bucket.shapes)
         body = {
             "names": names,
-            "dtypes": [str(bucket.dtype).removeprefix("torch.")] * len(names),
+            "dtypes": [str(bucket.dtype_of(name)).removeprefix("torch.") for name in names],
             "shapes": [list(shape) for shape in bucket.shapes.values()],
             "group_name": self.name,
             "load_format": "flattened_bucket",

@@ -38,7 +38,7 @@ UNRELATED = """
     rollout.start_quorum
     rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
     rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
-    rollout.on_publish
+    rollout.on_publish rollout.quantization
     rollout.weight_sync rollout.sync_bucket_mb rollout.sync_deadline_s rollout.stream_every rollout.request_deadline_s
     rollout.max_attempts rollout.fleet_deadline_s rollout.extra_args reward.workers reward.algebra_workers
     reward.environment_workers reward.code_reads

@@ -22,6 +22,7 @@ def send(
     bucket_bytes: int,
     device: str = "cpu",
     dtype: str = "float32",
+    quantization: dict[str, Any] | None = None,
 ) -> list[Sent | None]:
     """One after the other, by one trainer at TP = all ranks: its process group stays."""
     from megatron_dapo.actor.actor import MegatronActor
@@ -38,7 +39,7 @@ def send(
     )
     from megatron_dapo.cluster.rank_weights import RankWeights
 
-    weights = RankWeights(actor, bucket_bytes=bucket_bytes)
+    weights = RankWeights(actor, bucket_bytes=bucket_bytes, quantization=quantization)
     return [weights.send(request, kinds) for request in requests]
 
 
@@ -52,11 +53,11 @@ class PoolTrainer:
         Args:
             run: RankPool.run.
             transport: of SendRequest.
-            place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype` as for `send`.
+            place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype`, `quantization` as for `send`.
         """
         self.run, self.folder, self.transport, self.deadline_s = run, folder, transport, deadline_s
         self.ranks, self.bucket_bytes = place.pop("ranks", 2), place.pop("bucket_bytes", 1 << 20)
-        self.backend = place.pop("backend", "gloo")
+        self.backend, self.quantization = place.pop("backend", "gloo"), place.pop("quantization", None)
         self.place = place
         self.written = 0
         self.sent: Sent | None = None
@@ -71,7 +72,7 @@ class PoolTrainer:
             api_key_file=None,
         )
         kinds = list(dict.fromkeys(target.info for target in targets))
-        where = (self.place.get("device", "cpu"), self.place.get("dtype", "float32"))
+        where = (self.place.get("device", "cpu"), self.place.get("dtype", "float32"), self.quantization)
         results = await asyncio.to_thread(
             self.run, self.ranks, send, self.folder, [request], kinds, self.bucket_bytes, *where, timeout_s=300
         )

@@ -145,7 +145,7 @@ class _Rank:
         memory = sender.buffer(size)
         memory.copy_(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        sender.put(SimpleNamespace(size=size, shapes=shapes, dtype=torch.float32), tensors)
+        sender.put(SimpleNamespace(size=size, shapes=shapes, dtype_of=lambda _: torch.float32), tensors)
 
 
 def _abort(group: strict_nccl.StrictGroup) -> None:

@@ -62,25 +62,36 @@ def save_qwen(folder: Path, seed: int = 0, **shape: Any) -> Path:
     return folder
 
 
-def trainer_of(on_device: Callable[..., Any], folder: Path, transport: str, backend: str) -> PoolTrainer:
-    """A trainer of one rank on the device that holds the weights of `folder`."""
+def trainer_of(
+    on_device: Callable[..., Any],
+    folder: Path,
+    transport: str,
+    backend: str,
+    quantization: dict[str, Any] | None = None,
+) -> PoolTrainer:
+    """A trainer of one rank on the device that holds the weights of `folder`, and sends them as `quantization` says."""
 
     def run(_: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
         return [on_device(function, *args, timeout_s=timeout_s)]
 
     place: dict[str, Any] = {"ranks": 1, "bucket_bytes": BUCKET, "device": DEVICE, "dtype": DTYPE, "backend": backend}
-    return PoolTrainer(run, folder, transport, **place)
+    return PoolTrainer(run, folder, transport, quantization=quantization, **place)
 
 
 async def publish_twice(
-    fleet: RolloutFleet, on_device: Callable[..., Any], folders: tuple[Path, Path], transport: str, backend: str
+    fleet: RolloutFleet,
+    on_device: Callable[..., Any],
+    folders: tuple[Path, Path],
+    transport: str,
+    backend: str,
+    quantization: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Two publishes in a row, of other weights: the second is without the first's start-up. Checksums are compared by
     the fleet, which reads the disk instead where they differ: that is an error here."""
     seconds: list[float] = []
     stream = None
     for version, folder in enumerate(folders, 1):
-        stream = trainer_of(on_device, folder, transport, backend)
+        stream = trainer_of(on_device, folder, transport, backend, quantization)
         began = time.monotonic()
         report = await fleet.publish_stream(stream, version)
         seconds.append(time.monotonic() - began)

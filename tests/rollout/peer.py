@@ -72,15 +72,16 @@ class Peer:
         asked = await request.json()
         await self._stumble(self.bucket)
         self.bucket += 1
-        sizes = [torch.Size(shape).numel() for shape in asked["shapes"]]
-        kind = getattr(torch, asked["dtypes"][0])
-        flat = torch.empty(sum(sizes) * kind.itemsize, dtype=torch.uint8)
+        kinds = [getattr(torch, name) for name in asked["dtypes"]]
+        counts = [torch.Size(shape).numel() for shape in asked["shapes"]]
+        sizes = [count * kind.itemsize for count, kind in zip(counts, kinds, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
         try:
             await asyncio.to_thread(lambda: self.groups[asked["group_name"]].broadcast(flat, 0).wait())
         except RuntimeError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
-        parts = flat.view(kind).split(sizes)
-        shaped = [part.view(shape).clone() for part, shape in zip(parts, asked["shapes"], strict=True)]
+        parts = zip(flat.split(sizes), kinds, asked["shapes"], strict=True)
+        shaped = [part.view(kind).view(shape).clone() for part, kind, shape in parts]
         return self._take(dict(zip(asked["names"], shaped, strict=True)), asked)
 
     async def from_tensor(self, request: web.Request) -> web.Response:

@@ -50,10 +50,10 @@ def send_that_nobody_receives() -> None:
 
     own = MegatronActor.stream_weights
 
-    def stream_weights(self: Any, *args: Any) -> None:
+    def stream_weights(self: Any, *args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == 1:
             dist.send(torch.zeros(3, device="cuda"), dst=0)
-        own(self, *args)
+        own(self, *args, **kwargs)
 
     MegatronActor.stream_weights = stream_weights  # type: ignore[method-assign]
 

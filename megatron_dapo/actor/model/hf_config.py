@@ -171,6 +171,32 @@ MOST_REPLAYED = 256
 """Experts that routing replay can tell apart: a choice is one byte."""
 
 
+BLOCK = 128
+"""Rows and columns of an FP8 block of `rollout.quantization`."""
+
+
+def check_blocks(hf: HFModelConfig, ranks: int) -> None:
+    """Raise ConfigError unless SGLang can load FP8 weights: a server rank's share of every projection is whole blocks.
+
+    Args:
+        ranks: `rollout.tensor_parallel`.
+    """
+    if not (hf.qkv_bias or hf.qk_norm):  # SGLang 0.5.17 gives the scales of such a model another name, and drops them
+        raise ConfigError("rollout.quantization = fp8: SGLang loads no scales of blocks into Llama; set it to none")
+    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
+    ffn = hf.ffn_hidden_size if hf.experts is None else hf.experts.ffn_hidden_size
+    # If there are fewer key heads than ranks, several ranks have the same one.
+    shares = {"hidden": (hf.hidden_size, 1), "query": (queries, ranks), "intermediate": (ffn, ranks)}
+    shares["key and value"] = (keys, min(ranks, hf.num_query_groups))
+    for what, (size, parts) in shares.items():
+        if size % (parts * BLOCK):
+            raise ConfigError(
+                f"rollout.quantization = fp8: rounds blocks of {BLOCK} x {BLOCK}, and the model's {what} size {size} "
+                f"over {parts} server ranks is no multiple of {BLOCK}; lower rollout.tensor_parallel, or set "
+                "rollout.quantization to none"
+            )
+
+
 def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
     """`check_layout`, and raise ConfigError where experts cannot be computed as the config says."""
     check_layout(hf, actor.layout)

@@ -21,6 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_dapo.actor.weights.quantize import stored_dtype
 from megatron_dapo.storage.durable import replace_folder
 
 SINGLE_FILE = "model.safetensors"
@@ -28,8 +29,15 @@ INDEX_FILE = "model.safetensors.index.json"
 COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Of the files beside the weights: config, generation config, tokenizer, chat template."""
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of plain weights. Quantized ones mean nothing without their scales."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""Of weights, and of FP8 ones that a run wrote for its servers. Other quantized ones mean nothing without their
+scales."""
 
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
@@ -155,7 +163,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 class FolderPlan:
     """Which file each tensor goes to, filled in the given order up to `max_bytes` (a larger tensor has one alone).
 
-    Fixed before anything is written, so that any process can put any tensor in its place, in any order.
+    Fixed before anything is written, so that any process can put any tensor in its place, in any order. `dtype`: of
+    tensors that are not quantized (actor.weights.quantize).
     """
 
     def __init__(self, *, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> None:
@@ -167,11 +176,12 @@ class FolderPlan:
         parts: list[dict[str, Any]] = []
         end = 0
         for name, shape in shapes.items():
-            size = math.prod(shape) * dtype.itemsize
+            stored = stored_dtype(name, shapes, dtype)
+            size = math.prod(shape) * stored.itemsize
             if not parts or end + size > max_bytes:
                 parts.append({})
                 end = 0
-            parts[-1][name] = {"dtype": _NAME_OF[dtype], "shape": list(shape), "data_offsets": [end, end + size]}
+            parts[-1][name] = {"dtype": _NAME_OF[stored], "shape": list(shape), "data_offsets": [end, end + size]}
             end += size
             self.total_bytes += size
         for number, part in enumerate(parts, start=1):
@@ -188,7 +198,8 @@ class FolderPlan:
         for file, header in self.headers.items():
             (folder / file).write_bytes(header)
         for name, (file, start) in self.places.items():
-            os.truncate(folder / file, start + math.prod(self.shapes[name]) * self.dtype.itemsize)
+            dtype = stored_dtype(name, self.shapes, self.dtype)
+            os.truncate(folder / file, start + math.prod(self.shapes[name]) * dtype.itemsize)
         if len(self.headers) > 1:
             file_of = {name: file for name, (file, _) in self.places.items()}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": file_of}
@@ -196,7 +207,8 @@ class FolderPlan:
 
     def write(self, folder: Path, name: str, tensor: Tensor) -> None:
         """Put one tensor, which is on the CPU, in its place in a folder that `create` made."""
-        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != self.dtype:
+        dtype = stored_dtype(name, self.shapes, self.dtype)
+        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != dtype:
             raise WeightsError(f"{folder}: {name} is planned as {self.shapes[name]}, got {tensor.shape, tensor.dtype}")
         file, offset = self.places[name]
         source = bytes_of(tensor.contiguous())
@@ -205,14 +217,16 @@ class FolderPlan:
                 count = os.pwrite(stream.fileno(), source[:PIECE_BYTES], offset)
                 source, offset = source[count:], offset + count
 
-    def finish(self, partial: Path, folder: Path, companions: Path) -> None:
+    def finish(
+        self, partial: Path, folder: Path, companions: Path, quantization: Mapping[str, Any] | None = None
+    ) -> None:
         """Copy config and tokenizer from the folder `companions`, put `partial` in the place of `folder`.
 
         A folder that is already there is replaced; its readers keep what they have open. The config's `dtype` becomes
-        that of the weights.
+        that of the weights, and with `quantization` it says so.
         """
         copy_companions(companions, partial)
-        _set_dtype(partial / "config.json", self.dtype)
+        _set_types(partial / "config.json", self.dtype, quantization)
         replace_folder(partial, folder)
 
 
@@ -228,8 +242,9 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+def _set_types(config_file: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None) -> None:
     fields = json.loads(config_file.read_text())
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in fields] or ["torch_dtype"]
-    config_file.write_text(json.dumps(fields | dict.fromkeys(keys, name), indent=2) + "\n")
+    fields |= dict.fromkeys(keys, name) | ({"quantization_config": dict(quantization)} if quantization else {})
+    config_file.write_text(json.dumps(fields, indent=2) + "\n")

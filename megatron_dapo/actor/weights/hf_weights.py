@@ -1,10 +1,8 @@
 """Weights between Hugging Face's names and Megatron's shards: load, gather, export, and pass on in buckets of a byte
 budget. Gathered parameter by parameter, nowhere whole."""
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ from torch import Tensor
 
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.weights.buckets import plan_buckets
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
+from megatron_dapo.actor.weights.quantize import quantized, quantized_shapes
 from megatron_dapo.actor.weights.shards import Shards
 
 EXPORT_FILE_BYTES = 5 * 10**9
@@ -116,11 +116,13 @@ def export_hf(
     max_file_bytes: int = EXPORT_FILE_BYTES,
     watch: Callable[[str, Tensor], None] | None = None,
     besides: Mapping[str, bytes] | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model to `folder` in Hugging Face format; every rank calls, rank 0 writes.
 
     `watch`, on rank 0, is handed each tensor on the device, before it is copied to the host and written.
     `besides`, on rank 0: other files by path in the folder, with their content.
+    `quantization`: what config.json says of FP8 weights (actor.weights.quantize); None: nothing is quantized.
 
     `model.safetensors`, or shards of at most `max_file_bytes` with an index; config, generation config and tokenizer
     are those of `source_folder`. Written aside and renamed: whoever sees `folder` sees all of it.
@@ -128,7 +130,8 @@ def export_hf(
     Raises:
         RuntimeError: rank 0 could not write; raised on every rank, with the reason.
     """
-    plan, partial = FolderPlan(shapes=hf_shapes(hf), dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
+    shapes = hf_shapes(hf, quantize=quantization is not None)
+    plan, partial = FolderPlan(shapes=shapes, dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
     tensors, failure = hf_tensors(chunks, hf, dtype=dtype, to_host=False), list[str | None]([None])
     if dist.get_rank() == 0:
         try:
@@ -137,10 +140,11 @@ def export_hf(
                 (partial / path).parent.mkdir(exist_ok=True)
                 (partial / path).write_bytes(content)
             for name, tensor in tensors:
-                if watch is not None:
-                    watch(name, tensor)
-                plan.write(partial, name, tensor.cpu())
-            plan.finish(partial, folder, source_folder)
+                for stored_name, stored in quantized({name: tensor}, shapes).items():
+                    if watch is not None:
+                        watch(stored_name, stored)
+                    plan.write(partial, stored_name, stored.cpu())
+            plan.finish(partial, folder, source_folder, quantization)
         except (OSError, WeightsError) as error:
             failure = [str(error)]
     for _ in tensors:
@@ -150,49 +154,18 @@ def export_hf(
         raise RuntimeError(f"{folder}: the model could not be exported: {failure[0]}")
 
 
-@dataclass(kw_only=True)
-class Bucket:
-    """Whole Megatron parameters that travel together, as Hugging Face tensors one behind the other."""
-
-    dtype: torch.dtype
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By Hugging Face name, in order."""
-
-    parameters: int = 0
-    """How many."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
-
-    def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The tensors in `buffer`, uint8 [size]."""
-        parts = buffer.view(self.dtype).split([math.prod(shape) for shape in self.shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-
-
-def plan_buckets(shards: Iterable[Shards], dtype: torch.dtype, max_bytes: int) -> list[Bucket]:
-    """Parameters in order, as many in a bucket as `max_bytes` hold; a larger one has a bucket to itself.
-
-    A parameter is never cut: what a server fuses (q, k, v; gate, up) then comes in one bucket.
-    """
-    buckets: list[Bucket] = []
-    for one in shards:
-        size = sum(map(math.prod, one.shapes.values())) * dtype.itemsize
-        if not buckets or buckets[-1].size + size > max_bytes:
-            buckets.append(Bucket(dtype=dtype))
-        buckets[-1].shapes.update(one.shapes)
-        buckets[-1].parameters += 1
-    return buckets
-
-
 def stream_weights(
-    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, bucket_bytes: int, sink: Any
+    chunks: Sequence[torch.nn.Module],
+    hf: HFModelConfig,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    sink: Any,
+    quantize: bool = False,
 ) -> None:
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
-    A sink on another rank has its buffers put as they are, each at the same time.
+    A sink on another rank has its buffers put as they are, each at the same time. `quantize`: to FP8, with scales.
 
     Rank 0 then holds one gathered parameter besides the model and the sink's buffers, two at a time; any other rank at
     most one parameter.
@@ -203,11 +176,14 @@ def stream_weights(
     stream = gathered_parameters(chunks, hf, dtype=dtype)
     try:
         if sink is not None:
-            for bucket in plan_buckets(model_shards(hf).values(), dtype, bucket_bytes):
+            for bucket in plan_buckets(model_shards(hf).values(), dtype, bucket_bytes, quantize=quantize):
                 views = bucket.views(sink.buffer(bucket.size))
                 for shards, stacked in islice(stream, bucket.parameters):
-                    if stacked is not None:
+                    if stacked is not None and not quantize:
                         shards.fill(views, stacked)
+                    elif stacked is not None:
+                        for name, tensor in quantized(shards.full(stacked, stacked.device), views).items():
+                            views[name].copy_(tensor)
                     del stacked  # before the next parameter is gathered
                 sink.put(bucket, views)
                 del views
@@ -229,9 +205,11 @@ def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     return shards
 
 
-def hf_shapes(hf: HFModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them."""
-    return {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}
+def hf_shapes(hf: HFModelConfig, *, quantize: bool = False) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them; `quantize`:
+    with the scales of FP8 weights."""
+    shapes = {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}
+    return quantized_shapes(shapes) if quantize else shapes
 
 
 def no_parameters(hf: HFModelConfig) -> set[str]:

@@ -41,13 +41,13 @@ QUIET = {"cpu": True, "alone": True}
 STAGES = (
     _stage("environment", "environment", "driver, CUDA and every compiled package load and compute", 75, 150, cpu=True),
     _stage("server", "server", "an SGLang server answers; greedy tokens are transformers'", 120, 260, cpu=True),
-    _stage("actor", "actor", "log-probs, gradients by kind of layer and steps are the CPU's", 150, 300, cpu=True),
+    _stage("actor", "actor", "log-probs, gradients by kind of layer and steps are the CPU's", 120, 300, cpu=True),
     _stage(
         "experts", "experts", "grouped experts and SGLang's fused ones are the CPU's; routing; MFU", 60, 300, **QUIET
     ),
     _stage("quickstart", "quickstart", "one step of the quickstart, bfloat16 and float32", 200, 420),
-    _stage("publish", "rollout", "weights by disk, memory and group; checksums; log-prob gap", 150, 300, cpu=True),
-    _stage("colocated", "colocated", "trainer and server take turns in one GPU's memory", 150, 300, alone=True),
+    _stage("publish", "rollout", "weights by disk, memory and group; checksums; log-prob gap", 120, 300, cpu=True),
+    _stage("colocated", "colocated", "trainer and server take turns in one GPU's memory", 120, 300, alone=True),
     _stage("checkpoint", "checkpoint", "a CPU's checkpoint resumes on the GPU and back", 60, 150, cpu=True),
     _stage("optimizer", "optimizer", "the step on the CPU and compact state, with TransformerEngine", 40, 180),
     _stage("fp8", "fp8", "FP8 steps and resume with TransformerEngine", 75, 180),
@@ -55,6 +55,9 @@ STAGES = (
     _stage("hashing", "hashing", "checksums on the GPU and on a CPU thread, GB/s", 20, 60, **QUIET),
     _stage("update speed", "throughput", "tokens/s and MFU of an update at true widths", 240, 360, **QUIET),
     _stage("speculation", "speculative", "drafted tokens are the model's: log-probs and distribution", 60, 240),
+    _stage(
+        "FP8 rollouts", "quantized", "an FP8 server by every way; checksums; gaps in log-probs", 90, 300, alone=True
+    ),
     _stage("two GPUs: layouts", "layouts", "TP2, PP2, DP2 and, with TE, CP2 over NCCL are one GPU", 120, 240, gpus=2),
     _stage("two GPUs: publish", "nccl_publish", "weights by NCCL to a server on another GPU", 100, 240, gpus=2),
 )

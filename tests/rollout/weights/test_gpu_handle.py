@@ -42,7 +42,7 @@ def test_a_buckets_memory_is_found_by_its_gpus_uuid(monkeypatch: pytest.MonkeyPa
     empty = SendRequest(transport="tensor", targets=(), label="1", deadline_s=1, backend="nccl", api_key_file=None)
     memory = SharedMemoryTransport(empty, torch.device("cuda"))
     buffer: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    bucket = SimpleNamespace(shapes={"a": (2, 3), "b": (4,)}, dtype=torch.bfloat16)
+    bucket = SimpleNamespace(shapes={"a": (2, 3), "b": (4,)}, dtype_of=lambda _: torch.bfloat16)
     payload = transport._payload(memory.handle(buffer), bucket)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: given)  # as SGLang puts its own there
     content = _Unpickler(io.BytesIO(base64.b64decode(payload))).load()
