@@ -292,6 +292,7 @@ def _of_quantization(config: Config) -> Iterator[str]:
         "model.dtype": config.model.dtype != "bfloat16" and "what is not quantized is bfloat16",
         "rollout.deterministic": rollout.deterministic and "its products may depend on the batch",
         "rollout.speculative.algorithm": rollout.speculates and "the draft model would be loaded as FP8 too",
+        "rollout.weight_sync": rollout.weight_sync == "delta" and "which sends values of one type alone",
         "rollout.extra_args": overrides and f"{overrides[0]} would replace what tells servers of it",
         f"algorithm.importance.mode = {algorithm.importance.mode}": algorithm.importance_mode == "none"
         and not corrects

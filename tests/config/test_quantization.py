@@ -37,6 +37,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
         (["actor.device=cpu"], ["actor.device = cpu", "GPUs alone"]),
         (["model.dtype=float32"], ["model.dtype", "bfloat16"]),
         (["rollout.deterministic=true"], ["rollout.deterministic"]),
+        (["rollout.weight_sync=delta"], ["rollout.weight_sync", "one type"]),
         (["rollout.speculative.algorithm=ngram"], ["rollout.speculative.algorithm", "draft model"]),
         (["rollout.extra_args=[--json_model_override_args, '{}']"], ["--json_model_override_args would replace"]),
         (["algorithm.importance.mode=auto"], ["importance.mode = auto", "needs a correction: truncated or masked"]),

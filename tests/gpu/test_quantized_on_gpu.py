@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.diagnostics.rank_pool import RankPlace
 from rollout.config import QUANTIZATION
 from rollout.fleet.fleet import RolloutFleet
 from tests.gpu.place import DEVICE, ON_CPU, serve
@@ -28,6 +27,7 @@ from tests.gpu.publishing import (
     publish_twice,
     save_qwen,
 )
+from tools.rank_pool import RankPlace
 
 pytestmark = [
     pytest.mark.gpu,
