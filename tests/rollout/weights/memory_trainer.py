@@ -40,7 +40,7 @@ class MemoryTrainer:
             tensor.view(-1)[chosen.to(self.device)] *= 1.02
 
     def buckets(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-        """(as megatron_dapo.actor.weights.hf_weights.Bucket, its tensors)"""
+        """(as megatron_dapo.actor.weights.buckets.Bucket, its tensors)"""
         names: list[str] = []
         for name in self.tensors:
             names.append(name)
@@ -48,7 +48,11 @@ class MemoryTrainer:
                 parts, names = {each: self.tensors[each] for each in names}, []
                 shapes = {each: tuple(part.shape) for each, part in parts.items()}
                 size = sum(part.nbytes for part in parts.values())
-                yield SimpleNamespace(shapes=shapes, dtype=next(iter(parts.values())).dtype, size=size), parts
+                dtype = next(iter(parts.values())).dtype
+                yield (
+                    SimpleNamespace(shapes=shapes, dtype=dtype, dtype_of=lambda _, dtype=dtype: dtype, size=size),
+                    parts,
+                )
 
     def send_now(self, targets: Sequence[Target], label: str, *, transport: str = "delta") -> Sent:
         request = SendRequest(
