@@ -172,11 +172,12 @@ def kill(place: Place) -> None:
 
 
 async def begun(place: Place, requests: int) -> None:
-    """Waits until so many of the requests have streamed tokens: no time is right for every machine."""
-    while (
-        sum(bool(each.streaming and each.streaming[1]) for each in place.fleet._requests._responses.values()) < requests
-    ):
-        await asyncio.sleep(0.01)
+    """Waits until so many of the requests have streamed tokens: no time is right for every machine. A TimeoutError: some
+    ended first, and never will."""
+    responses = place.fleet._requests._responses
+    async with asyncio.timeout(60):
+        while sum(bool(each.streaming and each.streaming[1]) for each in responses.values()) < requests:
+            await asyncio.sleep(0.01)
 
 
 def assert_log_probs(model: torch.nn.Module, asked: list[GenerationRequest], answers: list[Generation]) -> None:

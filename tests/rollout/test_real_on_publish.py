@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="this server is started for the CPU"),
 ]
-PROMPT, TOKENS = 40, 300
+PROMPT, TOKENS = 40, 420
 
 
 @pytest.fixture(scope="module")
