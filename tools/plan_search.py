@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_dapo.actor.model.hf_config import check_actor
+from megatron_dapo.actor.model.hf_config import block_problem, check_actor
 from megatron_dapo.cli.command_line import Overrides
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
@@ -236,7 +236,8 @@ def _best_servers(case: Scenario, gpus: int, keep: Collection[str]) -> _Servers 
     found = []
     rest = gpus - (0 if _shared(case, gpus) else case.config.actor.layout.world_size)
     for size in _powers(int(case.constants.gpus_per_node)):
-        if rest % size or case.hf.num_attention_heads % size:
+        quantized = case.config.rollout.quantization != "none"
+        if rest % size or case.hf.num_attention_heads % size or (quantized and block_problem(case.hf, size)):
             continue
         sizes: dict[str, int | None] = {"rollout.tensor_parallel": size, "rollout.servers": rest // size}
         sizes |= {"rollout.max_running_requests": _GRAPHS * (2 if size >= 4 else 1), "rollout.kv_cache_tokens": None}

@@ -151,7 +151,8 @@ def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[s
         )
     if config.rollout.quantization != "none" and not on_gpu:
         raise PlacementError(
-            "rollout.quantization: SGLang multiplies in FP8 on GPUs alone, and there is none here; set it to none"
+            "rollout.quantization: SGLang multiplies in FP8 on GPUs alone, and there is none here; set it to none, and "
+            f"take weights that are not in FP8 themselves ({config.model.path})"
         )
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),

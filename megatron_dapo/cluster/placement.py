@@ -113,7 +113,8 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
         Stalled: they would fit, but somebody else holds the places.
     """
     there = cluster_nodes()
-    nodes = config.nodes_of_server(max(node.gpus if use_gpu else node.cpus for node in there)) if servers else 1
+    largest = max(1, *(node.gpus if use_gpu else node.cpus for node in there))
+    nodes = config.nodes_of_server(largest) if servers else 1
     bundles = needed_bundles(config, use_gpu=use_gpu, servers=servers, nodes=nodes)
     check_fit(bundles, there)
     asked = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if use_gpu else {}) for bundle in bundles]

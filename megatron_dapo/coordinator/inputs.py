@@ -52,8 +52,7 @@ def read_inputs(config: Config) -> Inputs:
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     model = HFModelConfig.load(Path(config.model.path))
     check_actor(model, config.actor)
-    if config.rollout.quantization != "none":
-        check_blocks(model, config.rollout.tensor_parallel)
+    check_blocks(model, config.rollout.quantization, config.rollout.tensor_parallel)
     if config.model.context_length > model.max_position_embeddings:
         raise ConfigError(
             f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "

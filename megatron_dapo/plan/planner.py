@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_dapo.actor.model.hf_config import check_actor
+from megatron_dapo.actor.model.hf_config import check_actor, check_blocks
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import Recompute
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
@@ -75,6 +75,7 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
     workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
     if heads % parallel:
         raise ConfigError(f"rollout.tensor_parallel = {parallel}: must divide the model's {heads} attention heads")
+    check_blocks(case.hf, case.config.rollout.quantization, parallel)
     nodes = 1 if case.config.rollout.urls else case.config.nodes_of_server(int(case.constants.gpus_per_node))
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
     step = None

@@ -303,14 +303,12 @@ def _conditional(text: str, found: re.Match[str]) -> bool:
 
 
 def _same(found: re.Match[str], stated: str) -> bool:
-    """Whether the number is the one that is stated, or may be the value of an expression; whether the letter is that of
-    the option, where one is stated."""
+    """Whether the number is the one that is stated, or one of those in an expression; whether the letter is that of the
+    option, where one is stated."""
     stated = clean(stated)
     if found["letter"]:
         option = _AROUND["option"].match(stated)
         return option is None or option[1] == found["letter"]
     number, whole = read_number(clean(found["number"])), read_number(stated)
-    if number is None or (whole is None and ("." in found["number"] or "^" in stated or "!" in stated)):
-        return True
     others = map(read_number, [] if whole else _NUMERALS.findall(stated))
-    return any(other is not None and number.value == other.value for other in (whole, *others))
+    return number is None or any(other is not None and number.value == other.value for other in (whole, *others))

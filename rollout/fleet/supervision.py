@@ -7,6 +7,7 @@ must be idle: its scheduler crashes on a release while a request runs. On a CPU 
 
 import asyncio
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rollout import errors
-from rollout.config import RolloutConfig
+from rollout.config import QUANTIZATION, RolloutConfig
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, ServerStatistics, State, Timing, end_all
 from rollout.fleet.weight_update import Publisher
@@ -225,6 +226,10 @@ class Supervisor:
         if info.speculative != self.config.speculative.algorithm.removesuffix("off"):
             there, here = info.speculative or "off", self.config.speculative.algorithm
             return f"its speculative decoding is {there}, but rollout.speculative.algorithm = {here}; make them equal"
+        if info.quantized != (self.config.quantization != "none"):
+            option = f"--json-model-override-args '{json.dumps({'quantization_config': QUANTIZATION})}'"
+            there = "without" if info.quantized else "with"
+            return f"rollout.quantization = {self.config.quantization} needs a server {there} {option}"
         if self.config.weight_sync == "delta" and not info.takes_changes:
             return f"rollout.weight_sync = delta needs a server with --custom-weight-loader {LOADER}"
         if info.altered:

@@ -52,6 +52,8 @@ class ServerInfo:
     """Whether it finds the keys and values of a response that has ended again."""
     speculative: str = ""
     """SGLang's name of its speculative decoding, in small letters; empty: none."""
+    quantized: bool = False
+    """Whether it takes FP8 weights, by blocks."""
     takes_changes: bool = False
     """Whether it can be sent what changed of its weights alone."""
     altered: str = ""
@@ -188,6 +190,7 @@ class SglangClient:
                 routed_experts=bool(answer.get("enable_return_routed_experts", False)),
                 caches_responses=not any(map(answer.get, _FORGETFUL)),
                 speculative=str(answer.get("speculative_algorithm") or "").lower(),
+                quantized="quantization_config" in (answer.get("json_model_override_args") or ""),
                 takes_changes=LOADER in (answer.get("custom_weight_loader") or ()),
                 altered=next((name for name in _ALTERING if answer.get(name)), ""),
             )

@@ -72,6 +72,7 @@ def test_the_config_refuses_an_unknown_verifier():
         *[(f"Answer: {text}", True) for text in ("(B) Both A and C", "B) A and C only", "(B) x = 2 or x = 3")],
         *[(f"Answer: {text}", True) for text in ("B. Not enough is known", "B (Paris)", "B!", "B because 3 > 2")],
         *[(f"Answer: {text}", False) for text in ("(B) 42 or C", "B) or C", "B) is not correct", "B (or C)")],
+        *[(f"Answer: {text}", False) for text in ("B. 41, C. 42", "(B) 42 or C?", "(B), or maybe C", "(B) 42, C")],
         *[(f"Answer: B\n\n{text}", False) for text in ("No, the answer is C.", "Wait, it should be (C).")],
         *[(f"Answer: B\n\n{text}", True) for text in ("Wait, the answer is B.", "But it should be A simple sum.")],
     ],

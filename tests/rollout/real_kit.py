@@ -172,7 +172,7 @@ def kill(place: Place) -> None:
 
 
 async def begun(place: Place, requests: int) -> None:
-    """Waits until so many of the requests have streamed tokens: no time is right for every machine. A TimeoutError: some
+    """Waits until so many of the requests have streamed tokens: no time is right for every machine. TimeoutError: some
     ended first, and never will."""
     responses = place.fleet._requests._responses
     async with asyncio.timeout(60):

@@ -175,14 +175,20 @@ BLOCK = 128
 """Rows and columns of an FP8 block of `rollout.quantization`."""
 
 
-def check_blocks(hf: HFModelConfig, ranks: int) -> None:
-    """Raise ConfigError unless SGLang can load FP8 weights: a server rank's share of every projection is whole blocks.
+def check_blocks(hf: HFModelConfig, quantization: str, ranks: int) -> None:
+    """Raise ConfigError if `rollout.quantization` is one that `block_problem` has something against."""
+    if quantization != "none" and (problem := block_problem(hf, ranks)):
+        raise ConfigError(f"rollout.quantization = {quantization}: {problem}")
+
+
+def block_problem(hf: HFModelConfig, ranks: int) -> str | None:
+    """Why SGLang could not load FP8 weights; None: a server rank's share of every projection is whole blocks.
 
     Args:
         ranks: `rollout.tensor_parallel`.
     """
     if not (hf.qkv_bias or hf.qk_norm):  # SGLang 0.5.17 gives the scales of such a model another name, and drops them
-        raise ConfigError("rollout.quantization = fp8: SGLang loads no scales of blocks into Llama; set it to none")
+        return "SGLang loads no scales of blocks into Llama; set it to none"
     queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
     ffn = hf.ffn_hidden_size if hf.experts is None else hf.experts.ffn_hidden_size
     # If there are fewer key heads than ranks, several ranks have the same one.
@@ -190,11 +196,11 @@ def check_blocks(hf: HFModelConfig, ranks: int) -> None:
     shares["key and value"] = (keys, min(ranks, hf.num_query_groups))
     for what, (size, parts) in shares.items():
         if size % (parts * BLOCK):
-            raise ConfigError(
-                f"rollout.quantization = fp8: rounds blocks of {BLOCK} x {BLOCK}, and the model's {what} size {size} "
-                f"over {parts} server ranks is no multiple of {BLOCK}; lower rollout.tensor_parallel, or set "
-                "rollout.quantization to none"
+            return (
+                f"rounds blocks of {BLOCK} x {BLOCK}, and the model's {what} size {size} over {parts} server ranks is "
+                f"no multiple of {BLOCK}; {'lower rollout.tensor_parallel, or ' if parts > 1 else ''}set it to none"
             )
+    return None
 
 
 def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:

@@ -1,12 +1,14 @@
-"""Servers that come late, or come back: what is awaited, what is not, and that they come side by side."""
+"""Servers that come late, or come back: what is awaited, what is not, and that they come side by side; servers that a
+run with FP8 weights refuses."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
-from rollout.config import RolloutConfig
-from rollout.errors import FleetLost, ServerStartError
+from rollout.config import QUANTIZATION, RolloutConfig
+from rollout.errors import FleetLost, ServerStartError, ServerUnfit
 from rollout.fleet.fleet import RolloutFleet
 from tests.rollout.fleet_kit import FAST, VOCABULARY, check_tokens, fleet_of, request, run, until
 from tests.rollout.standin import StandIn
@@ -131,5 +133,21 @@ def test_half_of_the_servers_may_begin_and_the_others_join_with_the_newest_weigh
             servers[2].may_start.set()
             await until(lambda: fleet.members[2].state == "ready")
             assert servers[2].label == "1"
+
+    run(test)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_fp8_weights_need_a_server_that_takes_them_and_others_one_that_does_not(quantization: str) -> None:
+    async def test() -> None:
+        server, blocks = StandIn(), json.dumps({"quantization_config": QUANTIZATION})
+        fitting, other = ("{}", blocks) if quantization == "none" else (blocks, "{}")
+        server.says = {"json_model_override_args": other}
+        with pytest.raises(ServerUnfit, match=f"quantization = {quantization} needs a server with.* --json-model-over"):
+            async with fleet_of(server, quantization=quantization):
+                pass
+        server.says = {"json_model_override_args": fitting}
+        async with fleet_of(server, quantization=quantization) as fleet:
+            assert fleet.kinds[0].quantized is (quantization == "fp8")
 
     run(test)
