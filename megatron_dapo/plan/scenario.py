@@ -100,6 +100,7 @@ class Calibration:
     send_bandwidth: PositiveFloat
     load_bandwidth: PositiveFloat
     hash_bandwidth: PositiveFloat
+    cpu_step_s: PositiveFloat
     changed_share: Fraction
     mean_response: PositiveFloat
     response_sigma: NonNegativeFloat

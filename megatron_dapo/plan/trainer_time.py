@@ -34,9 +34,6 @@ from megatron_dapo.plan.scenario import Calibration, Scenario
 _BYTES = 2
 """Of a number that passes between ranks in bfloat16."""
 
-_CPU_STEP_S = 4.8e-9
-"""AdamW and the cast to bfloat16 of a number by one CPU thread, as measured on a Xeon; threads share the work."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTime:
@@ -247,6 +244,6 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     carried += rank_state.base_bytes(case.hf, actor, case.config.model.dtype)
     if actor.optimizer.on_cpu:
         numbers = state.moments / MOMENT_BYTES
-        step_s = numbers * _CPU_STEP_S / actor.threads
+        step_s = numbers * constants.cpu_step_s / actor.threads
         return moved_s + step_s + numbers * (GRADIENT_BYTES + case.dtype_bytes) / constants.host_bandwidth
     return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth

@@ -1,9 +1,11 @@
 """Whether a run fits on a cluster, and what it says when not."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from megatron_dapo.cluster import placement
 from megatron_dapo.cluster.placement import Bundle, PlacementError, _natural, by_node_and_gpu, check_fit, needed_bundles
 from megatron_dapo.config import load_config
 
@@ -54,6 +56,12 @@ def test_a_server_that_is_larger_than_a_node_has_a_bundle_on_each_of_its_nodes()
     with pytest.raises(PlacementError) as caught:
         check_fit(asked, nodes(2, 8, 8, 8))
     assert "4 x part of a server (TP 16 on 2 nodes): 8 GPUs, 1 CPUs on one node" in str(caught.value)
+
+
+def test_a_cluster_without_a_single_cpu_is_too_small(monkeypatch):
+    monkeypatch.setattr(placement, "cluster_nodes", lambda: [Bundle(what="head", cpus=0, gpus=0)])
+    with pytest.raises(PlacementError):
+        asyncio.run(placement.place(load_config(CONFIG), None, use_gpu=False, servers=1))
 
 
 def test_the_error_says_what_is_asked_for_and_what_there_is():

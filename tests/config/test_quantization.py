@@ -10,6 +10,7 @@ from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.config import Config, ConfigError, load_config
 from megatron_dapo.coordinator.inputs import read_inputs
 from megatron_dapo.plan.memory import server_memory
+from megatron_dapo.plan.planner import make_plan
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, load_calibration
 from megatron_dapo.plan.step_plan import fleet_of
 from rollout.config import QUANTIZATION
@@ -86,6 +87,16 @@ def test_llama_is_refused_since_sglang_drops_its_scales(tmp_path: Path) -> None:
         read_inputs(config_of(tmp_path, *FP8))
     source = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt/models/llama.py"
     assert 'name.replace(".weight_scale_inv", ".weight_scale")' in source.read_text()
+
+
+def test_the_plan_refuses_what_a_run_would() -> None:
+    config = load_config(RECIPES.parent / "qwen3_30b_a3b" / "h100_16.yaml")
+    asked = {"rollout.quantization": "fp8", "algorithm.importance.mode": "truncated"}
+    case = Scenario(changed(config, asked), BUILT_IN["Qwen3-30B-A3B"], load_calibration())
+    assert config.rollout.tensor_parallel == 4
+    with pytest.raises(ConfigError, match="intermediate size 768 over 4 server ranks"):
+        make_plan(case)
+    assert make_plan(case.changed({"rollout.tensor_parallel": 2, "rollout.servers": 1})).server is not None
 
 
 def test_the_plan_has_half_the_weights_and_more_room_for_responses() -> None:

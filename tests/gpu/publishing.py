@@ -5,7 +5,7 @@ import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from rollout.generation import Generation, GenerationRequest
 from tests.coordinator.sync_kit import PoolTrainer
 from tests.gpu.place import DEVICE, ON_CPU, answers, requests
 from tools.rank_pool import RankPlace
+
+if TYPE_CHECKING:
+    from megatron_dapo.actor.actor import MegatronActor
 
 DTYPE = "float32" if ON_CPU else "bfloat16"
 VOCABULARY = 1000 if ON_CPU else 151936
@@ -105,13 +108,12 @@ async def publish_twice(
     return {"GB": gigabytes, "first, s": seconds[0], "second, s": seconds[1], "GB/s": gigabytes / seconds[1]}
 
 
-def log_probs_of(place: RankPlace, folder: Path, responses: Responses) -> LogProbs:
-    """By the actor, in the tests' type."""
+def actor_of(place: RankPlace, folder: Path) -> "MegatronActor":
+    """One rank, in the tests' type."""
     from megatron_dapo.actor.actor import MegatronActor
 
-    config = ActorConfig(device=DEVICE)
-    actor = MegatronActor(
-        config,
+    return MegatronActor(
+        ActorConfig(device=DEVICE),
         ModelConfig(path=str(folder), context_length=CONTEXT, dtype=DTYPE),
         rank=0,
         world_size=1,
@@ -120,7 +122,12 @@ def log_probs_of(place: RankPlace, folder: Path, responses: Responses) -> LogPro
         seed=1,
         timeout_s=120,
     )
-    plan = plan_for_actor(responses.sequence_lengths, config, hidden_size=actor.hf.hidden_size)
+
+
+def log_probs_of(place: RankPlace, folder: Path, responses: Responses) -> LogProbs:
+    """By the actor."""
+    actor = actor_of(place, folder)
+    plan = plan_for_actor(responses.sequence_lengths, actor.config, hidden_size=actor.hf.hidden_size)
     found = actor.log_probs(responses, plan, 1.0)
     assert found is not None
     return found

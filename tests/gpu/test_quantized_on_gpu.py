@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import QUANTIZATION
 from rollout.fleet.fleet import RolloutFleet
-from tests.gpu.place import DEVICE, ON_CPU, serve
+from tests.gpu.place import ON_CPU, serve
 from tests.gpu.publishing import (
     BUCKET,
     CONTEXT,
@@ -23,6 +23,7 @@ from tests.gpu.publishing import (
     RESPONSES,
     TOKENS,
     VOCABULARY,
+    actor_of,
     drawn_and_compared,
     publish_twice,
     save_qwen,
@@ -40,22 +41,10 @@ LARGEST_GAP = 0.2
 
 def write(place: RankPlace, folder: Path, target: Path) -> int:
     """The folder's weights as a run writes them for FP8 servers; how many checksums there are."""
-    from megatron_dapo.actor.actor import MegatronActor
     from megatron_dapo.cluster.rank_weights import RankWeights
-    from megatron_dapo.config.actor_config import ActorConfig
-    from megatron_dapo.config.run_config import ModelConfig
     from rollout.wire.client import ServerInfo
 
-    actor = MegatronActor(
-        ActorConfig(device=DEVICE),
-        ModelConfig(path=str(folder), context_length=CONTEXT, dtype=DTYPE),
-        rank=0,
-        world_size=1,
-        rendezvous=place.rendezvous,
-        steps_per_rollout=1,
-        seed=1,
-        timeout_s=120,
-    )
+    actor = actor_of(place, folder)
     info = ServerInfo(version="x", device="cuda", dtype=DTYPE, tensor_parallel=1)
     checksums = RankWeights(actor, bucket_bytes=BUCKET, quantization=QUANTIZATION).write(target, [info])
     return len(checksums[info][0])

@@ -118,6 +118,13 @@ def test_trainer_and_servers_find_places_on_whole_nodes(constants):
     assert any(plan.case.config.actor.layout.world_size % 8 for plan in plans)
 
 
+def test_servers_of_fp8_weights_have_whole_blocks(constants):
+    """Of 30B-A3B an expert's 768 columns are six blocks of 128: two ranks may share them, four not."""
+    fp8 = {"rollout.quantization": "fp8", "algorithm.importance.mode": "truncated"}
+    case = scenario(MIXTURES / "h100_16.yaml", constants, **SMALL, **fp8)
+    assert {plan.case.config.rollout.tensor_parallel for plan in search(case, best=5)} <= {1, 2}
+
+
 QUICK = {f"qwen2.5_32b/{name}" for name in ("h100_16", "h100_32_colocated", "qwen2.5_7b_8gpu", "qwen2.5_1.5b_1gpu")}
 QUICK.add("qwen3_30b_a3b/h100_16")
 """One of each kind: dense and of experts, apart and colocated, below a node."""
