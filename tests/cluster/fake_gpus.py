@@ -74,7 +74,8 @@ class Host:
 
 
 def config_of(*overrides: str) -> Config:
-    return load_config(CONFIG, ["actor.layout.tensor=2", "rollout.tensor_parallel=2", *overrides])
+    layout = "actor.layout.tensor=2", "actor.layout.data=1", "rollout.servers=1", "rollout.tensor_parallel=2"
+    return load_config(CONFIG, [*layout, *overrides])
 
 
 async def ranks_and_colocated_servers(folder: Path) -> dict[str, Any]:

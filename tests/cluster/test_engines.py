@@ -18,14 +18,19 @@ import pytest
 from megatron_dapo.cluster import engines as servers
 from megatron_dapo.cluster.engines import gpus_for_servers, own_engines, visible_gpus
 from megatron_dapo.cluster.placement import PlacementError
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config import Config, ConfigError, load_config
 from rollout.server.engine import LocalServer, RemoteServer
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
+def configured(*overrides: str) -> Config:
+    """A trainer of two GPUs in a tensor-parallel group, and one server."""
+    return load_config(CONFIG, ["actor.layout.tensor=2", "actor.layout.data=1", "rollout.servers=1", *overrides])
+
+
 def places(tmp_path, gpus, *overrides):
-    config = load_config(CONFIG, overrides)
+    config = configured(*overrides)
     engines = own_engines(config, tmp_path, gpus=gpus_for_servers(config, gpus))
     assert all(isinstance(engine, LocalServer) for engine in engines)
     return [engine.spec.gpus for engine in engines if isinstance(engine, LocalServer)]
@@ -62,18 +67,18 @@ def test_too_few_gpus_are_refused_with_both_numbers(tmp_path):
     with pytest.raises(PlacementError, match=r"actor\.layout needs 2 GPUs.* 1 more.* offers 2"):
         places(tmp_path, ("0", "1"))
     with pytest.raises(PlacementError, match=r"= 2 GPUs; there are 1 for them"):
-        own_engines(load_config(CONFIG, ["rollout.servers=2"]), tmp_path, gpus=("0",))
+        own_engines(configured("rollout.servers=2"), tmp_path, gpus=("0",))
 
 
 def test_without_gpus_servers_run_on_the_cpu_and_urls_name_others(tmp_path):
     assert places(tmp_path, ()) == [()]
-    remote = own_engines(load_config(CONFIG, ['rollout.urls=["http://a:1"]']), tmp_path, gpus=())
+    remote = own_engines(configured('rollout.urls=["http://a:1"]'), tmp_path, gpus=())
     assert [type(engine) for engine in remote] == [RemoteServer]
 
 
 def test_no_two_servers_draw_the_same_noise(tmp_path):
     overrides = ["run.seed=4294967294", "rollout.servers=3"]
-    engines = own_engines(load_config(CONFIG, overrides), tmp_path, gpus=())
+    engines = own_engines(configured(*overrides), tmp_path, gpus=())
     assert [engine.spec.seed for engine in engines] == [4294967294, 4294967295, 0]
 
 
@@ -83,14 +88,14 @@ def test_no_two_servers_draw_the_same_noise(tmp_path):
 )
 def test_a_server_on_a_cluster_listens_where_other_nodes_reach_it(monkeypatch, tmp_path, host, heard):
     monkeypatch.setattr(servers.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
-    config = load_config(CONFIG, [f"rollout.host='{host}'"])
+    config = configured(f"rollout.host='{host}'")
     (local,) = own_engines(config, tmp_path, gpus=())
     assert servers.ServerHost(config.rollout, local.spec).url.startswith(f"http://{heard}:")
 
 
 def test_a_server_takes_as_few_nodes_as_hold_equal_parts_of_it():
     def nodes(each, size, *overrides):
-        return load_config(CONFIG, [f"rollout.tensor_parallel={each}", *overrides]).nodes_of_server(size)
+        return configured(f"rollout.tensor_parallel={each}", *overrides).nodes_of_server(size)
 
     assert [nodes(each, 8) for each in (1, 8, 10, 16, 24, 64)] == [1, 1, 2, 2, 3, 8]
     for each, size in itertools.product(range(1, 65), range(1, 17)):
@@ -105,7 +110,7 @@ def test_a_server_takes_as_few_nodes_as_hold_equal_parts_of_it():
 
 def test_a_part_of_a_server_takes_no_configured_port_and_the_first_says_where_they_meet(monkeypatch, tmp_path):
     monkeypatch.setattr(servers.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    config = load_config(CONFIG, ["rollout.port=23456"])
+    config = configured("rollout.port=23456")
     (local,) = own_engines(config, tmp_path, gpus=())
     first, second = (servers.ServerHost(config.rollout, part) for part in local.spec.on_nodes(2))
     assert (first.url, second.url) == ("http://127.0.0.1:23456", "http://127.0.0.1:0")
@@ -122,7 +127,7 @@ def test_a_server_is_lost_with_any_of_its_parts_and_its_last_words_are_those_of_
         return alive
 
     async def looked() -> bool:
-        (local,) = own_engines(load_config(CONFIG, []), tmp_path, gpus=())
+        (local,) = own_engines(configured(), tmp_path, gpus=())
         server = servers.RayServer(local.config, local.spec, None, (3, 7), None)  # type: ignore[arg-type]
         for part, alive in zip(local.spec.on_nodes(2), living, strict=True):
             part.log_path.write_text(f"last words of {part.node_rank}\n")
@@ -149,7 +154,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize(("rank", "ended", "lives"), [(1, 1, False), (1, 2, True), (0, 1, True)])
 def test_a_further_part_is_lost_with_any_of_its_ranks_which_sglang_does_not_see(rank, ended, lives, tmp_path):
-    (local,) = own_engines(load_config(CONFIG, []), tmp_path, gpus=())
+    (local,) = own_engines(configured(), tmp_path, gpus=())
     part = servers.ServerHost(replace(local.config, host="10.0.0.7"), local.spec.on_nodes(2)[rank])
     assert not part.alive(), "not started"
     command = [sys.executable, "-c", LIKE_SGLANG]

@@ -13,7 +13,9 @@ CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 
 
 def bundles(*overrides, servers, nodes=1):
-    config = load_config(CONFIG, [f"rollout.servers={max(1, servers)}", *overrides])
+    config = load_config(
+        CONFIG, ["actor.layout.tensor=2", "actor.layout.data=1", f"rollout.servers={max(1, servers)}", *overrides]
+    )
     return needed_bundles(config, use_gpu=True, servers=servers, nodes=nodes)
 
 

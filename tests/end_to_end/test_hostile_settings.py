@@ -46,7 +46,7 @@ def train(folder: Path, *, shell: str = "true", cwd: Path = ROOT, **variables: s
         f"run.dir={folder / 'run'}", f"model.path={quickstart}/base", f"data.path={quickstart}/data/train.jsonl",
         f"evaluation.path={quickstart}/data/heldout.jsonl", "evaluation.limit=2", "evaluation.forbidden_start=null",
         "run.rollout_steps=1", "run.export_at_end=false", "algorithm.prompts_per_step=2", "algorithm.group_size=4",
-        "algorithm.mini_batch_responses=8", "actor.layout.tensor=1",
+        "algorithm.mini_batch_responses=8", "actor.layout.data=1", "rollout.servers=1",
     ]  # fmt: skip
     command = [sys.executable, "-P", "-m", "megatron_dapo.cli.main", "train", str(quickstart / "dapo.yaml"), *arguments]
     apart = ["unshare", "-rm"] if shell.startswith("mount") else []

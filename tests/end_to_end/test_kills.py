@@ -159,3 +159,22 @@ def test_a_kill_while_the_run_starts_changes_nothing(undisturbed, tmp_path, vict
     check_equal(tmp_path / "run", undisturbed, output)
     if victim != "coordinator":  # its second start may find nothing to resume
         check_killed(victim, output)
+
+
+SHIPPED = ("actor.layout.tensor=1", "actor.layout.data=2", "rollout.servers=2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_as_shipped(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("shipped") / "run"
+    finished = Running(*arguments(run_dir, *SHIPPED), log=run_dir.parent / "out.txt").finish(300)
+    assert finished.code == ExitCode.FINISHED, finished.output
+    return run_dir
+
+
+@pytest.mark.parametrize(("victim", "count"), [("coordinator", 4), ("coordinator", 11), ("trainer", 11), ("server", 11)])
+def test_a_kill_changes_nothing_of_the_quickstart_in_its_own_layout(undisturbed_as_shipped, tmp_path, victim, count):
+    """Data parallel, with two servers: a prompt's responses may come from the other one after a loss."""
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *SHIPPED)
+    check_killed(victim, output)
+    check_equal(tmp_path / "run", undisturbed_as_shipped, output)

@@ -32,6 +32,9 @@ SMALL = (
     "evaluation.limit=12",
     "rollout.deterministic=true",
     "monitor.timeline_every=2",
+    "actor.layout.tensor=2",
+    "actor.layout.data=1",
+    "rollout.servers=1",
 )
 BY_TIME = ("run.checkpoint_every=0", "run.checkpoint_minutes=0.001")
 pytestmark = pytest.mark.timeout(600)

@@ -15,7 +15,8 @@ SMALL = (
     "algorithm.prompts_per_step=4",
     "algorithm.mini_batch_responses=16",
     "evaluation.limit=4",
-    "actor.layout.tensor=1",
+    "actor.layout.data=1",
+    "rollout.servers=1",
     "rollout.tensor_parallel=2",
 )
 BOTH = ["0", "1"]

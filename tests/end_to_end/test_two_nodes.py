@@ -15,6 +15,9 @@ SMALL = (
     "algorithm.prompts_per_step=4",
     "algorithm.mini_batch_responses=16",
     "evaluation.limit=4",
+    "actor.layout.tensor=2",
+    "actor.layout.data=1",
+    "rollout.servers=1",
 )
 
 pytestmark = pytest.mark.timeout(600)

@@ -21,6 +21,9 @@ SMALL = (
     "evaluation.limit=8",
     "run.export_at_end=false",
     "rollout.sync_bucket_mb=1",
+    "actor.layout.tensor=2",
+    "actor.layout.data=1",
+    "rollout.servers=1",
 )
 TIMES = ("timing/", "tokens_per_second/", "weight_sync/gb_per_s", "weight_sync/st", "servers/")
 

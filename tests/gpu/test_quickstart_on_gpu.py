@@ -24,7 +24,8 @@ def test_the_quickstart_trains_on_one_gpu(dtype: str, record: Callable[[str, Any
         "run.rollout_steps=1",
         f"model.dtype={dtype}",
         "actor.device=cuda",
-        "actor.layout.tensor=1",
+        "actor.layout.data=1",
+        "rollout.servers=1",
         "rollout.memory_fraction=0.3",
         "evaluation.limit=16",
     ]
