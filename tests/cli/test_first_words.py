@@ -73,7 +73,7 @@ def test_code_of_ones_own_may_lie_in_the_working_directory(tmp_path, monkeypatch
 
 def test_check_says_how_weights_will_travel(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    for override, ways in (("run.mode=sync", ("distributed", "disk")), ("run.mode=colocated", ("disk", "disk"))):
+    for override, ways in (("run.mode=sync", ("distributed", "disk")), ("run.mode=colocated", ("tensor", "disk"))):
         with pytest.raises(SystemExit):
             typed(
                 monkeypatch,

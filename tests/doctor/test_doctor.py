@@ -237,7 +237,7 @@ def test_a_disk_with_room_passes_and_keeps_nothing(config, tmp_path, monkeypatch
     assert way[1] == "new weights reach the servers by: distributed"
     for gpus, alone in ((1, "disk"), (2, "distributed")):
         monkeypatch.setattr(Facts, "gpus", [Gpu("H100", 81559, 0, "580")] * gpus)
-        [_, way] = of(config_checks.check_disk, config, {"actor.layout.tensor": 1})
+        [_, way] = of(config_checks.check_disk, config, {"actor.layout.data": 1, "rollout.servers": 1})
         assert way[1] == f"new weights reach the servers by: {alone}", "trainer and server share a GPU that is alone"
     assert sorted(tmp_path.iterdir()) == before
 

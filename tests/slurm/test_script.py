@@ -118,7 +118,8 @@ def test_whole_nodes_are_asked_for_whole_and_one_gpu_alone():
     assert "--mem=0" not in requested(script(folder / "h100_32.yaml", sbatch=["--mem-per-gpu=200G"]))
     assert "gpus-per-node" not in script(gpus_per_node=0)
     assert "exclusive" not in script(gpus_per_node=0)
-    two = requested(script(overrides=["actor.layout.tensor=2"], gpus_per_node=0, cpus_per_node=2))
+    layout = ["actor.layout.tensor=2", "actor.layout.data=1", "rollout.servers=1"]
+    two = requested(script(overrides=layout, gpus_per_node=0, cpus_per_node=2))
     assert {"--nodes=2", "--exclusive", "--mem=0"} <= set(two)
 
 

@@ -211,7 +211,7 @@ def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys)
         return cases
 
     monkeypatch.setattr(run, "layout_cases", layout_cases)
-    assert exit_code() == ExitCode.INEXACT
+    assert exit_code("actor.layout.tensor=2", "actor.layout.data=1") == ExitCode.INEXACT
     output = capsys.readouterr().out
     wrong = [row for row in rows(output) if "FAIL" in row]
     assert len(rows(output)) == 10
