@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow
 
-from megatron_dapo.data.hub import model_hint
+from megatron_dapo.data.hub import read_json
 
 
 class TokenizerError(ValueError):
@@ -69,7 +69,8 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
             agree where it is empty; None: whatever any of them names ends a response.
 
     Raises:
-        TokenizerError: no model folder, no tokenizer, no end token, or end tokens that contradict each other.
+        ConfigError: no model folder.
+        TokenizerError: no tokenizer, no end token, or end tokens that contradict each other.
     """
     folder = Path(folder)
     vocab_size = read_json(folder / "config.json").get("vocab_size")
@@ -130,19 +131,6 @@ def _eos_ids(file: Path) -> tuple[int, ...]:
     if not all(isinstance(stop, int) for stop in listed):
         raise TokenizerError(f"{file}: eos_token_id = {named}: expected token ids, which are whole numbers")
     return tuple(listed)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file of a model's folder. Raises TokenizerError: there is none."""
-    try:
-        content = json.loads(file.read_text())
-    except OSError as error:
-        raise TokenizerError(f"{file}: {error.strerror}; {model_hint(file.parent)}") from None
-    except ValueError as error:
-        raise TokenizerError(f"{file}: no JSON ({error}); get the file anew") from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file}: expected a JSON object; get the file anew")
-    return content
 
 
 class ByteLevelDecoder:
