@@ -161,17 +161,12 @@ def decoder_of(tokenizer: Any) -> Decoder:
     described = json.loads(backend.to_str())
     if (described["decoder"] or {}).get("type") != "ByteLevel":
         return tokenizer
-    alphabet = _alphabet()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
     # A token with a character outside the alphabet was added as text and stands for itself.
     table = {
         number: bytes(map(alphabet.__getitem__, text)) if set(text) <= alphabet.keys() else text.encode()
         for text, number in backend.get_vocab(with_added_tokens=True).items()
     }
     return ByteLevelDecoder(table, frozenset(each["id"] for each in described["added_tokens"] if each["special"]))
-
-
-def _alphabet() -> dict[str, int]:
-    """Byte-level BPE's spelling of the 256 bytes: printable Latin-1 as itself, the others from U+0100 on, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
