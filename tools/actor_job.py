@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import MicroBatchPlan, plan_for_actor
-from megatron_dapo.actor.step_data import Responses
+from megatron_dapo.actor.step_data import MiniBatch, Responses
+from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.config import Config
 from tools.rank_pool import RankPlace, RankPool
 
@@ -51,3 +56,20 @@ def _on_rank(place: RankPlace, job: ActorJob, function: Callable[..., Any], args
         **asdict(place),
     )
     return function(actor, *args)
+
+
+def loss_and_gradients(
+    actor: MegatronActor, mini_batch: MiniBatch, objective: Objective, temperature: float
+) -> tuple[float, dict[str, Tensor]] | None:
+    """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name, of adapters PEFT's: on
+    rank 0; None on the others. Every rank calls. Changes no weight."""
+    from megatron_dapo.actor.weights.hf_weights import hf_tensors
+
+    options: dict[str, Any] = {"dtype": torch.float32, "value": attrgetter("main_grad")}
+    if actor.optimizer.adapters is not None:
+        options["shards"] = actor.optimizer.adapters.shards
+    with actor.memory.resident("parameters", "gradients"):
+        actor.optimizer.zero_grad()
+        sums = actor.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
+        tensors = dict(hf_tensors(actor.optimizer.chunks, actor.hf, **options))
+    return (sums["loss"], tensors) if actor.rank == 0 else None

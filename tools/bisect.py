@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -34,6 +34,7 @@ from megatron_dapo.coordinator.inputs import read_inputs, routing_shape
 from megatron_dapo.diagnostics.evaluation_session import newest_weights
 from megatron_dapo.diagnostics.local_jobs import local_device, local_fleet, with_own_servers
 from rollout.generation import GenerationRequest, SamplingParams
+from rollout.wire.client import SglangClient
 from tools.actor_job import ActorJob, packing
 from tools.rank_pool import RankPool
 
@@ -120,13 +121,36 @@ async def _by_engine(
             drawing = asyncio.gather(*map(fleet.generate, asked))
             drawn = await waits.wait_for("bisect responses", "rollout server", deadline, drawing)
             pairs = [(ids, generation.token_ids) for ids, generation in zip(prompts, drawn, strict=True)]
-            score = fleet.members[0].client.score
+            ask_for_scores = partial(score, fleet.members[0].client)
             whole = [np.concatenate(pair).astype(np.int32) for pair in pairs]
-            each = [score(f"bisect-score-{at}.", ids, prompts[at].size) for at, ids in enumerate(whole)]
+            each = [ask_for_scores(f"bisect-score-{at}.", ids, prompts[at].size) for at, ids in enumerate(whole)]
             scored = await waits.wait_for("bisect scores", "rollout server", deadline, asyncio.gather(*each))
     decoded = np.concatenate([generation.log_probs for generation in drawn])
     routing = [generation.routing for generation in drawn if generation.routing is not None]
     return Responses.of(pairs, routing=routing), {DECODE: decoded, PREFILL: np.concatenate(scored)}
+
+
+async def score(client: SglangClient, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
+    """The server's log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32
+    [len(token_ids) - start].
+
+    Args:
+        token_ids: int32 [P + T].
+        start: first token to score, at least 1.
+
+    Raises:
+        RolloutError: as every call of the client; also for other tokens than those asked for.
+    """
+    params = {"max_new_tokens": 0, "temperature": 1.0}
+    body: dict[str, Any] = {"rid": rid, "input_ids": np.ascontiguousarray(token_ids), "sampling_params": params}
+    body |= {"return_logprob": True, "logprob_start_len": start - 1}
+    async with client.json("/generate", body, client.request_deadline_s) as answer:
+        entries = answer["meta_info"]["input_token_logprobs"][1:]
+        asked, scored = token_ids[start:], np.array([entry[1] for entry in entries])
+        # The last id of the vocabulary is reported as 0 (its log-prob is right): SGLang's guard is off by one.
+        if scored.shape != asked.shape or not ((scored == asked) | (scored == 0)).all():
+            raise ValueError(f"log-probs of {scored.size} other tokens than the {asked.size} asked for")
+        return np.array([entry[0] for entry in entries], np.float32)
 
 
 def _by_reference(folder: Path, responses: Responses) -> np.ndarray:

@@ -30,7 +30,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.coordinator.batch import objective_of
 from megatron_dapo.diagnostics.local_jobs import local_device
-from tools.actor_job import ActorJob, packing
+from tools.actor_job import ActorJob, loss_and_gradients, packing
 from tools.rank_pool import RankPlace, RankPool
 
 LOSS = "loss"
@@ -287,7 +287,7 @@ def compare(
     _move_adapters(actor, config)
     differences = []
     for name, mini_batch in mini_batches.items():
-        found = actor.loss_and_gradients(mini_batch, objective_of(config.algorithm), config.rollout.temperature)
+        found = loss_and_gradients(actor, mini_batch, objective_of(config.algorithm), config.rollout.temperature)
         if found is not None:
             tensors, file = found[1] | {LOSS: torch.tensor(found[0])}, folder / f"{name}.safetensors"
             if file.exists():

@@ -73,7 +73,7 @@ def certify(
     ):
         verdicts.append(limits.hold(case.aggregation, difference))
         figures = [f"{value:.1e}" for value in (difference.loss, difference.gradient, difference.worst)]
-        cells = (label(case.layout), case.budget, case.mini_batch.plan.micro_batches_per_rank, case.aggregation)
+        cells = (label(case.layout), case.budget, len(case.mini_batch.plan.micro_batches[0]), case.aggregation)
         verdict = "ok" if verdicts[-1] else "FAIL"
         print(ROW.format(*cells, *figures, verdict, difference.parameter), flush=True)
     wrong = verdicts.count(False)

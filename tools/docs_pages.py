@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from megatron_dapo.config.config_diff import shown
+from megatron_dapo.config.load import shown
 from megatron_dapo.config.root import Config
 from megatron_dapo.plan.scenario import load_calibration
 from megatron_dapo.report.page import page_environment, report_page

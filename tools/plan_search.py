@@ -30,7 +30,7 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.config.config_diff import flatten_config
+from megatron_dapo.config.load import flatten_config
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.memory import server_memory

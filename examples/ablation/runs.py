@@ -16,7 +16,7 @@ from examples.ablation.rungs import Place, Planned
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.config_diff import flatten_config
+from megatron_dapo.config.load import flatten_config
 
 ROOT = Path(__file__).parents[2]
 BASE_SCRIPT = ROOT / "examples" / "quickstart" / "make_base.py"

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,20 +217,6 @@ class MegatronActor:
         with nullcontext() if clock is None else clock.measure("optimizer"):
             grad_norm, lr = self.optimizer.step()
         return UpdateMetrics(optimizer_step=step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=tokens, sums=sums)
-
-    def loss_and_gradients(
-        self, mini_batch: MiniBatch, objective: Objective, temperature: float
-    ) -> tuple[float, dict[str, Tensor]] | None:
-        """The mini-batch's loss and its gradient, float32 on the CPU, whole, by Hugging Face name, of adapters PEFT's:
-        on rank 0; None on the others. Changes no weight."""
-        with self.memory.resident("parameters", "gradients"):
-            self.optimizer.zero_grad()
-            sums = self.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-            options: dict[str, Any] = {"dtype": torch.float32, "value": attrgetter("main_grad")}
-            if self.optimizer.adapters is not None:
-                options["shards"] = self.optimizer.adapters.shards
-            tensors = dict(self._weights.hf_tensors(self._chunks, self.hf, **options))
-        return (sums["loss"], tensors) if self.rank == 0 else None
 
     def export_hf(
         self,

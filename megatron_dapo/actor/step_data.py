@@ -132,11 +132,6 @@ class MicroBatchPlan:
     num_responses: int
     """R: each of 0..R-1 stands in exactly one micro-batch."""
 
-    @property
-    def micro_batches_per_rank(self) -> int:
-        """Micro-batches of each rank, empty ones included."""
-        return len(self.micro_batches[0])
-
     def micro_batch_index(self) -> np.ndarray:
         """int64 [R]: a number of the micro-batch that holds the response; 0, 1, ... without gaps, over all ranks."""
         index = np.empty(self.num_responses, dtype=np.int64)

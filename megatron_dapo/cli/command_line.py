@@ -53,11 +53,12 @@ def model_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     GPU.
 
     Raises:
-        TokenizerError, ConfigError: no such folder; an override is not valid.
+        ConfigError, TokenizerError: no such folder; an override is not valid.
     """
     import torch
 
-    from megatron_dapo.data.tokenizer import load_text_tools, read_json
+    from megatron_dapo.data.hub import read_json
+    from megatron_dapo.data.tokenizer import load_text_tools
 
     run = folder.resolve().parent / "config.yaml"
     if folder.resolve().name == "model" and run.is_file():

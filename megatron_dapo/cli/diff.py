@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megatron_dapo.cli.command_line import wide_console
 from megatron_dapo.config import ConfigError, config_diff, load_config
-from megatron_dapo.config.load import PRESETS
+from megatron_dapo.config.load import PRESETS, differences, flatten_config
 
 
 def diff(
@@ -22,13 +22,13 @@ def diff(
     if one in PRESETS:
         one, other = other, one
     preset = other if other in PRESETS else config_diff.PAPER
-    first, known = config_diff.flatten_config(load_config(one)), config_diff.stated(preset)
-    second = None if other in PRESETS else config_diff.flatten_config(load_config(other))
+    first, known = flatten_config(load_config(one)), config_diff.stated(preset)
+    second = None if other in PRESETS else flatten_config(load_config(other))
     stated_values = {key: each.value for key, each in known.items()}
     table = Table(box=SIMPLE_HEAD)
     for head in ("key", one, preset, "stated in") if second is None else ("key", one, other, "paper"):
         table.add_column(Text(head), overflow="fold")
-    differing = config_diff.differences(first, first if second is None else second)
+    differing = differences(first, first if second is None else second)
     leaving = [each.key for each in config_diff.departures(first, preset) if each.key not in differing]
     for key in (*differing, *leaving):  # last: keys in which both leave the paper alike
         there = config_diff.shown_of(stated_values, key) if key in known else "not stated"

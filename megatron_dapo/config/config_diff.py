@@ -1,4 +1,4 @@
-"""How two configs differ, and how one differs from a preset: the paper's (arXiv 2503.14476), or another recipe's.
+"""How a config differs from a preset: the paper's (arXiv 2503.14476), or another recipe's.
 
 Works on plain trees, so also on an old run's config. The presets are files in `presets`: `paper` names every key that
 changes what is learnt, with its source; the others name what they set otherwise.
@@ -8,13 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from megatron_dapo.config.algorithm_config import automatic_mode
-from megatron_dapo.config.load import PRESETS, flatten, read_yaml
-from megatron_dapo.config.root import Config
-
-ABSENT = "(no such key)"
+from megatron_dapo.config.load import ABSENT, PRESETS, flatten, read_yaml, shown
 
 PAPER = "paper"
 
@@ -55,17 +50,6 @@ def described(preset: str) -> str:
     return "\n".join(row.removeprefix("# ") for row in rows if row.startswith("#"))
 
 
-def flatten_config(config: Config) -> dict[str, Any]:
-    """Every key of a loaded config with its value, defaults filled in."""
-    return flatten(TypeAdapter(Config).dump_python(config, mode="json"))
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> both values, where they differ, in the order of `one`; ABSENT stands for a key that one side lacks."""
-    values = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in [*one, *other]}
-    return {key: (here, there) for key, (here, there) in values.items() if here != there}
-
-
 def departures(flat: Mapping[str, Any], preset: str = PAPER) -> list[Stated]:
     """What the preset states and `flat` sets otherwise, in the order of the preset."""
     known, given = stated(preset), _meant(flat)
@@ -88,14 +72,3 @@ def shown_of(flat: Mapping[str, Any], key: str) -> str:
     """A key's value as `shown`; of `auto` also what it stands for here, as in `auto (truncated)`."""
     value, meant = flat.get(key), _meant(flat).get(key)
     return f"{shown(value)} ({shown(meant)})" if value == "auto" != meant else shown(value)
-
-
-def shown(value: Any) -> str:
-    """A value as it is written in a config file."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
-    return str(value)

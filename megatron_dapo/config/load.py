@@ -51,6 +51,8 @@ for _kind, _pattern in _SCALARS.items():
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789.tTfF"))
 
 
+ABSENT = "(no such key)"
+
 PRESETS = {file.stem: file for file in sorted((Path(__file__).parent / "presets").glob("*.yaml"))}
 """What `preset: NAME` may name, and the keys that it sets."""
 
@@ -235,3 +237,25 @@ def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         name = f"{above}{key}"
         flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat
+
+
+def flatten_config(config: Config) -> dict[str, Any]:
+    """Every key of a loaded config with its value, defaults filled in."""
+    return flatten(TypeAdapter(Config).dump_python(config, mode="json"))
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> both values, where they differ, in the order of `one`; ABSENT stands for a key that one side lacks."""
+    values = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in [*one, *other]}
+    return {key: (here, there) for key, (here, there) in values.items() if here != there}
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in a config file."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return str(value)

@@ -99,14 +99,12 @@ def load_progress(folder: Path) -> Progress:
     """
     carried, extra = load_groups(folder, "progress")
     try:
-        # Older checkpoints have not all of it.
-        history = {prompt: (step, tuple(rates)) for prompt, step, rates in extra.get("history", ())}
-        about: dict[str, Any] = {name: tuple(extra.get(name, ())) for name in ("passed_over", "sent_with")}
-        about |= {"cursor": extra["cursor"], "next": extra.get("next"), "pass_rate": PassRate(**extra["pass_rate"])}
-        unfinished = load_groups(folder, "unfinished")[0] if extra.get("unfinished") else ()
+        history = {prompt: (step, tuple(rates)) for prompt, step, rates in extra["history"]}
+        about: dict[str, Any] = {name: tuple(extra[name]) for name in ("passed_over", "sent_with")}
+        about |= {"cursor": extra["cursor"], "next": extra["next"], "pass_rate": PassRate(**extra["pass_rate"])}
+        unfinished = load_groups(folder, "unfinished")[0] if extra["unfinished"] else ()
         state = SamplerState(carried=carried, history=history, unfinished=unfinished, **about)
-        control = {name: extra[name] for name in CONTROL if name in extra}
-        return Progress(**{name: extra[name] for name in COUNTERS}, sampler=state, **control)
+        return Progress(**{name: extra[name] for name in (*COUNTERS, *CONTROL)}, sampler=state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None
 
@@ -137,8 +135,6 @@ def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], co
         return progress.sampler
     try:
         saved = load_progress(run_dir.rollout)
-        if len(saved.sampler.carried) != len(saved.sampler.sent_with):
-            raise GroupFileError(f"{run_dir.rollout}: not every group has its weight version")
         if saved.rollout_step != progress.rollout_step or any(change.startswith(JUDGED) for change in changes):
             raise GroupFileError(f"{run_dir.rollout}: other weights drew it, or other rules judged it")
     except GroupFileError as error:

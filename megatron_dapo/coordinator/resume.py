@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.config.config_diff import differences, flatten_config, shown
+from megatron_dapo.config.load import differences, flatten_config, shown
 from megatron_dapo.coordinator.inputs import Inputs
 from megatron_dapo.data.hub import snapshot_of
 from megatron_dapo.monitor.writer import read_metrics

@@ -4,9 +4,8 @@ import asyncio
 import gc
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.resume import BEFORE
 from megatron_dapo.coordinator.run_context import RunBase, RunContext, start_run
 from megatron_dapo.monitor.console import WHOLE, Console, Count
-from megatron_dapo.monitor.timeline import PHASES
+from megatron_dapo.monitor.timeline import PHASES, StepTimer
 from megatron_dapo.monitor.writer import AXES, read_metrics
 from megatron_dapo.storage.durable import sync_tree
 from megatron_dapo.storage.run_dir import STOP_FILE, CheckpointDamaged, RunDir, RunDirError, newest_step
@@ -80,7 +79,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
     Raises:
         StopRequested: it was; what had been trained is in a checkpoint.
     """
-    began = time.monotonic()
+    timer = StepTimer()
     async with AsyncExitStack() as stack:
         run_dir = RunDir(config.run.dir, resume=config.run.resume)
         stack.callback(run_dir.close)
@@ -96,13 +95,13 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         beat = await stack.enter_async_context(heartbeat(run_dir.path, waits, config.run.rollout_steps, console))
         base = RunBase(config=config, inputs=inputs, run_dir=run_dir, console=console, waits=waits, stack=stack)
         # Everything that is started has a deadline and a name of its own; this one bounds only what is between them.
-        deadline, clock = config.run.start_deadline_s + config.run.step_deadline_s + 60, time.monotonic()
-        context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
-        seconds = {"start": time.monotonic() - clock}
+        deadline = config.run.start_deadline_s + config.run.step_deadline_s + 60
+        with timer.measure("start"):
+            context = await waits.wait_for("start", "trainer and servers", deadline, start_run(base), stoppable=True)
         console.run = {WHOLE: Count(context.progress.rollout_step, config.run.rollout_steps, "rollout steps")}
         tune_collector()
         await publish_weights(context, context.progress.weight_version)
-        summary = await _measure_and_train(context, seconds, began, beat.earlier_s)
+        summary = await _measure_and_train(context, timer, beat.earlier_s)
         run_dir.write_json("summary.json", summary)
     console.summary(summary)
     if config.run.export_at_end:
@@ -125,36 +124,27 @@ def tune_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-async def _measure_and_train(
-    context: RunContext, seconds: dict[str, float], began: float, earlier_s: float
-) -> dict[str, Any]:
+async def _measure_and_train(context: RunContext, timer: StepTimer, earlier_s: float) -> dict[str, Any]:
     config, first = context.config, context.progress.rollout_step
-
-    @contextmanager
-    def measured(name: str) -> Iterator[None]:
-        clock = time.monotonic()
-        yield
-        seconds[name] = time.monotonic() - clock
-
     if context.progress.rollout_step == 0:
-        with measured("evaluation_before"):
+        with timer.measure("evaluation_before"):
             stored: dict[str, Any] = {"before": await _heldout(context, "before"), "baseline": await _baseline(context)}
             _show(context, context.progress, stored["before"])
             context.run_dir.write_json(BEFORE, stored)
     else:
         stored = context.run_dir.read_json(BEFORE)
-    with measured("training"):
+    with timer.measure("training"):
         progress = await train(context, context.progress)
-    with measured("evaluation_after"):
+    with timer.measure("evaluation_after"):
         answers = stored | {"after": await _heldout(context, "after")}
         _show(context, progress, answers["after"])
     if config.run.export_at_end:
         await export_model(context)
     lines = read_metrics(context.run_dir.path)
-    for phase in (*PHASES, "step"):  # a run that was begun by an earlier version may not have all
-        seconds[phase] = sum(line.get(f"timing/{phase}", 0.0) for line in lines)
-    earlier = sum(line.get("timing/step", 0.0) for line in lines if line["rollout_step"] <= first)  # of earlier starts
-    seconds["total"] = max(earlier, earlier_s) + time.monotonic() - began
+    earlier = sum(line["timing/step"] for line in lines if line["rollout_step"] <= first)  # of earlier starts
+    seconds = timer.seconds()
+    seconds["total"] = max(earlier, earlier_s) + seconds["step"]
+    seconds |= {phase: sum(line[f"timing/{phase}"] for line in lines) for phase in (*PHASES, "step")}
     return {
         "rollout_steps": progress.rollout_step,
         "optimizer_steps": progress.optimizer_step,

@@ -94,10 +94,10 @@ class DynamicSampler:
         self._history = PromptHistory(config.dynamic_sampling, state.history)
         self._skipped = set(state.passed_over)
         """Positions passed over that the next snapshot may hold."""
-        self._resumed_next = state.next or max((group.position for group in state.carried), default=-1) + 1
+        self._resumed_next = state.next
         """`next` of the state until `fill` has taken it up, then 0."""
-        versions = state.sent_with or [group.weight_version for group in state.carried]
-        self._restored = {one.position: (one, version) for one, version in zip(state.carried, versions, strict=True)}
+        sent = zip(state.carried, state.sent_with, strict=True)
+        self._restored = {group.position: (group, version) for group, version in sent}
         self._saved = {group.position: (group, version) for group, version in state.drawn}
         """Finished before a resume, until their positions are sent again."""
         begun = (*((group, group.weight_version) for group in state.unfinished), *state.drawn)

@@ -1,5 +1,6 @@
 """Models and datasets by their name on the Hugging Face hub: `hf://OWNER/NAME`, `hf://datasets/OWNER/NAME/FILE`."""
 
+import json
 import os
 import re
 import subprocess
@@ -84,6 +85,19 @@ def local_path(path: str, setting: str) -> str:
         remedy = f"without a network here, run `{by_hand}` elsewhere, copy that folder and set {setting}={folder}"
         raise ConfigError(f"{setting} = {path}: not in the cache, and not from the hub (why: above); {remedy}")
     return str(Path(done.stdout.strip(), address["file"] or ""))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of a model's folder. Raises ConfigError: there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; {model_hint(file.parent)}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: no JSON ({error}); get the file anew") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: no JSON object; get the file anew")
+    return content
 
 
 def model_hint(folder: Path) -> str:

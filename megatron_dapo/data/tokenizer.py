@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow
 
-from megatron_dapo.data.hub import model_hint
+from megatron_dapo.data.hub import read_json
 
 
 class TokenizerError(ValueError):
@@ -69,7 +69,8 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
             agree where it is empty; None: whatever any of them names ends a response.
 
     Raises:
-        TokenizerError: no model folder, no tokenizer, no end token, or end tokens that contradict each other.
+        ConfigError: no model folder.
+        TokenizerError: no tokenizer, no end token, or end tokens that contradict each other.
     """
     folder = Path(folder)
     vocab_size = read_json(folder / "config.json").get("vocab_size")
@@ -132,19 +133,6 @@ def _eos_ids(file: Path) -> tuple[int, ...]:
     return tuple(listed)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file of a model's folder. Raises TokenizerError: there is none."""
-    try:
-        content = json.loads(file.read_text())
-    except OSError as error:
-        raise TokenizerError(f"{file}: {error.strerror}; {model_hint(file.parent)}") from None
-    except ValueError as error:
-        raise TokenizerError(f"{file}: no JSON ({error}); get the file anew") from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file}: expected a JSON object; get the file anew")
-    return content
-
-
 class ByteLevelDecoder:
     """`decode` by a table of every token's bytes."""
 
@@ -173,17 +161,12 @@ def decoder_of(tokenizer: Any) -> Decoder:
     described = json.loads(backend.to_str())
     if (described["decoder"] or {}).get("type") != "ByteLevel":
         return tokenizer
-    alphabet = _alphabet()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
     # A token with a character outside the alphabet was added as text and stands for itself.
     table = {
         number: bytes(map(alphabet.__getitem__, text)) if set(text) <= alphabet.keys() else text.encode()
         for text, number in backend.get_vocab(with_added_tokens=True).items()
     }
     return ByteLevelDecoder(table, frozenset(each["id"] for each in described["added_tokens"] if each["special"]))
-
-
-def _alphabet() -> dict[str, int]:
-    """Byte-level BPE's spelling of the 256 bytes: printable Latin-1 as itself, the others from U+0100 on, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

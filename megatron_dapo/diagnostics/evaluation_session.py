@@ -51,8 +51,6 @@ class ResponseLog:
         """One more; with the system before this returns, so that the death of this process cannot lose it."""
         mode, problem, sample = key
         line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
-        if not answer.earlier:
-            del line["earlier"]
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self.known[key] = answer
@@ -123,7 +121,7 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
         try:
             line = json.loads(text)
             key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
-            earlier = tuple(EarlierTurn(**turn) for turn in line.get("earlier", ()))
+            earlier = tuple(EarlierTurn(**turn) for turn in line["earlier"])
             known[key] = Answer(**line | {"versions": tuple(line["versions"]), "earlier": earlier})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluationError(

@@ -20,7 +20,7 @@ from megatron_dapo.experience.groups import EarlierTurn
 from megatron_dapo.monitor import statistics as stats
 from megatron_dapo.monitor.console import Count
 from megatron_dapo.storage.durable import replace_file
-from reward.answer.compare import answer_key
+from reward.answer.read import answer_key
 from reward.registry import weighted
 from rollout.generation import FinishReason, Generation, GenerationRequest, SamplingParams
 

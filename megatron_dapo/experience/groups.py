@@ -155,10 +155,9 @@ class SamplerState:
     """Finished groups of positions from cursor on, in order. Positions before `next` that are neither here nor passed
     over were in flight: a resumed run goes on from what `unfinished` has of them, and sends the others again."""
     sent_with: tuple[int, ...] = ()
-    """The weight version at the dispatch of each of them. Empty in older checkpoints: then the oldest
-    token's counts."""
-    next: int | None = None
-    """The first position neither sent nor passed over. None in older checkpoints: then the one after `carried`."""
+    """The weight version at the dispatch of each of them."""
+    next: int = 0
+    """The first position neither sent nor passed over."""
     passed_over: tuple[int, ...] = ()
     """Positions from cursor on that were passed over."""
     history: PromptRates = field(default_factory=dict)

@@ -7,6 +7,7 @@ A step that a resumed run does again begins again; readers take the newest begin
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,13 +51,14 @@ class SpanFile:
 
 
 class StepTimer:
-    """Adds up a rollout step's seconds by phase; what no phase claims is the coordinator's own share of `step`."""
+    """Adds up a rollout step's seconds by phase, or a run's by what it is doing; what no phase claims is the
+    coordinator's own share of `step`."""
 
     def __init__(self, spans: SpanFile | None = None) -> None:
         """`spans`: gets each phase as it was, before `move`."""
         self._spans = spans
         self._began = time.monotonic()
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = defaultdict(float, dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:

@@ -24,7 +24,7 @@ def sync_seconds(case: Scenario) -> float:
     experts, split = expert_parameters(case.hf) * case.dtype_bytes, layout.expert * layout.expert_tensor
     parts = ((model - experts, layout.tensor * layout.pipeline), (experts, split * layout.pipeline))
     gather = sum(size * (1 - 1 / shards) / constants.link(shards) for size, shards in parts)
-    if in_turn(case):
+    if way == "tensor":  # from GPU memory of the trainer to servers on the same GPUs
         gather += model / constants.link(layout.world_size)  # by a broadcast to every rank, beside which a server's is
         send = model / constants.load_bandwidth
     else:
@@ -55,18 +55,14 @@ def bucket_bytes(case: Scenario) -> float:
     return min(max(float(case.config.rollout.sync_bucket_mb << 20), largest_parameter(case)), case.model_bytes)
 
 
-def in_turn(case: Scenario) -> bool:
-    """Whether weights go from GPU memory of the trainer to servers on the same GPUs."""
-    return case.weight_sync == "tensor"
-
-
 def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
     """On a trainer rank's GPU, by what holds them. On rank 0 the whole of one parameter is gathered, and joined once
-    more, in a copy (`disk`) or in its bucket, while the bucket before is sent. `in_turn` every rank has the buckets."""
-    beside = {"servers' weights": case.served_bytes / case.config.rollout.tensor_parallel} if in_turn(case) else {}
-    largest = largest_parameter(case)
-    joined = largest if case.weight_sync == "disk" else min(2 * bucket_bytes(case), case.model_bytes)
-    joined += 2 * bucket_bytes(case) if case.weight_sync == "delta" else 0  # what is held of one, and its changes
+    more, in a copy (`disk`) or in its bucket, while the bucket before is sent. By `tensor` every rank has the
+    buckets."""
+    way, largest = case.weight_sync, largest_parameter(case)
+    beside = {"servers' weights": case.served_bytes / case.config.rollout.tensor_parallel} if way == "tensor" else {}
+    joined = largest if way == "disk" else min(2 * bucket_bytes(case), case.model_bytes)
+    joined += 2 * bucket_bytes(case) if way == "delta" else 0  # what is held of one, and its changes
     if stage > 0:
         return beside and {"sync bucket": joined} | beside
     # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.

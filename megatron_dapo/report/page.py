@@ -9,8 +9,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from megatron_dapo.cluster.heartbeat import read_heartbeat
-from megatron_dapo.config.config_diff import ABSENT, departures, differences, shown
-from megatron_dapo.config.load import flatten
+from megatron_dapo.config.config_diff import departures
+from megatron_dapo.config.load import ABSENT, differences, flatten, shown
 from megatron_dapo.monitor.console import duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables

@@ -83,7 +83,7 @@ FORECAST_WIDTH = 0.05
 
 def groups_by_prompt(run: Run) -> dict[int, list[int]]:
     """Prompt -> right responses in each of its groups that was decided, oldest first, by the ledger's events that
-    stand. Ledgers of older versions name positions alone."""
+    stand."""
     path = run.path / "ledger.jsonl"
     try:
         events = effective_events(read_ledger(path, JUDGED)) if path.exists() else []

@@ -82,7 +82,7 @@ def _digest_of(file: Path) -> str:
 
 
 GROUP = ("position", "prompt_index", "weight_version")
-RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy", "by_environment")
+RESPONSE = ("text", "reward_raw", "reward_shaped", "other_accuracy", "by_environment", "state")
 """Fields of a group and of a response that stand in the JSON file as they are."""
 
 ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
@@ -97,11 +97,10 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
             "given": response.generation.given,
             "finish_reason": response.generation.finish_reason,
             "verdict": asdict(response.verdict),
+            "earlier": [asdict(turn) for turn in response.earlier],
         }
         | {key: getattr(response, key) for key in RESPONSE}
-        | ({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {})
         | ({"routed": len(routing)} if (routing := response.generation.routing) is not None else {})
-        | ({"state": response.state} if response.state is not None else {})
         for response in group.responses
     ]
     about = {key: getattr(group, key) for key in GROUP}
@@ -110,8 +109,9 @@ def _group_json(group: ScoredGroup) -> dict[str, object]:
 
 def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray]) -> tuple[ScoredGroup, ...]:
     responses = [response for entry in entries for response in entry["responses"]]
-    lengths = {key: [_drawn(response) for response in responses] for key in ARRAYS}
-    lengths["token_ids"] = [response["tokens"] for response in responses]
+    tokens = [response["tokens"] for response in responses]
+    given = [sum(count for _, count in response["given"]) for response in responses]
+    lengths = dict.fromkeys(ARRAYS, np.subtract(tokens, given)) | {"token_ids": tokens}
     prompts = _split(arrays["prompt_ids"], [entry["prompt_tokens"] for entry in entries])
     generated = zip(*(_split(arrays[key], lengths[key]) for key in ARRAYS), strict=True)
     routed = [int(response["routed"]) for response in responses if "routed" in response]
@@ -129,11 +129,6 @@ def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray])
     )
 
 
-def _drawn(entry: dict[str, Any]) -> int:
-    """Drawn tokens of a response: all in what an earlier version wrote."""
-    return int(entry["tokens"]) - sum(tokens for _, tokens in entry.get("given", ()))
-
-
 def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(lengths, dtype=int))[:-1]
 
@@ -141,12 +136,10 @@ def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray], routing: np.ndarray | None) -> ScoredResponse:
     """`arrays`: its part of each of ARRAYS."""
     reason, generated = FinishReason(entry["finish_reason"]), dict(zip(ARRAYS, arrays, strict=True))
-    given = tuple((first, tokens) for first, tokens in entry.get("given", ()))
+    given = tuple((first, tokens) for first, tokens in entry["given"])
     of = entry["request_id"]
     generation = Generation(request_id=of, finish_reason=reason, given=given, routing=routing, **generated)
     verdict = Verdict(**entry["verdict"])
-    earlier: dict[str, Any] = {"other_accuracy": None, "by_environment": False}  # of an earlier version
-    kept = {key: (earlier | entry)[key] for key in RESPONSE}
-    kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry.get("earlier", ()))
-    kept["state"] = entry.get("state")
+    kept = {key: entry[key] for key in RESPONSE}
+    kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry["earlier"])
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)

@@ -1,10 +1,9 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
-from collections.abc import Hashable
 from dataclasses import replace
 
 from reward.answer.read import Answer, read
-from reward.answer.text import clean, compact, patterns
+from reward.answer.text import compact, patterns
 from reward.verdict import Rule
 
 _PATTERNS = patterns("comparison")
@@ -136,12 +135,3 @@ def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=roots.copy().pop()) for item in items)
     return items
-
-
-def answer_key(extracted: str) -> Hashable:
-    """A key to count answers by: equal for equal numbers (`0.5`, `1/2`) and texts equal up to spacing and LaTeX layout.
-
-    Finer than the verifiers: answers that only algebra would find equal have different keys.
-    """
-    answer = read(clean(extracted))
-    return answer.number.value if answer.number is not None else compact(answer.text)

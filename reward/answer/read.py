@@ -1,6 +1,7 @@
 """From cleaned text to an answer with structure: a number, a list of answers, or a text that only looks like itself."""
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -174,3 +175,12 @@ def _read_sentence(text: str) -> str | None:
         return None  # `x is 3, y is 4`
     committed = strip_edges(head[copulas[-1] :])
     return committed if read_number(committed) is not None else None
+
+
+def answer_key(extracted: str) -> Hashable:
+    """A key to count answers by: equal for equal numbers (`0.5`, `1/2`) and texts equal up to spacing and LaTeX layout.
+
+    Finer than the verifiers: answers that only algebra would find equal have different keys.
+    """
+    answer = read(clean(extracted))
+    return answer.number.value if answer.number is not None else compact(answer.text)

@@ -13,11 +13,10 @@ limit is killed and replaced.
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from reward.config import RewardConfig
 from reward.environment import REMOTE, Episode, Step, Stepped
@@ -47,7 +46,7 @@ class _Work:
     """Jobs that wait for a worker, and who waits for their results."""
 
     jobs: Sequence[Job]
-    results: Future[Sequence[Result]] = field(default_factory=Future)
+    results: "asyncio.Future[Sequence[Result]]"
 
     @property
     def characters(self) -> int:
@@ -68,7 +67,6 @@ class RewardPool:
         self._slow: asyncio.Queue[_Work] = asyncio.Queue()
         self._steps: asyncio.Queue[_Work] = asyncio.Queue()
         self._service = remote.RemoteEnvironment(config.remote_environment)
-        self._unfinished: set[Future[Sequence[Result]]] = set()
         self._processes: set[WorkerProcess] = set()
         self._comparisons: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
@@ -92,7 +90,7 @@ class RewardPool:
             asked[queues[request.verifier]].append(request)
         service = asyncio.ensure_future(remote.verify(self._config.remote, asked["remote"]))
         try:
-            fast, slow = await self._verify_here(asked["fast"], asked["slow"])
+            fast, slow = await self._in_pool(self._judge(asked["fast"], asked["slow"]))
             verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service)}
         finally:
             service.cancel()
@@ -105,66 +103,23 @@ class RewardPool:
         Raises:
             PoolError: as `verify`.
         """
-        if self._failure is not None:
-            raise self._failure
-        if environment != REMOTE:
-            return await self._step_here(Step(environment, episode))
-        asked = asyncio.run_coroutine_threadsafe(self._service.step(episode), self._loop)
-        try:
-            stepped = await self._wait(asked)
-            self._last_progress = time.monotonic()
-        finally:
-            asked.cancel()
-        return stepped
-
-    async def _step_here(self, step: Step, *, last: bool = False) -> Stepped:
-        """The answer of a worker, which comes straight to the caller's event loop; `last` as in `_alone`."""
-        work = _Work([step])
-        self._loop.call_soon_threadsafe(self._enqueue, self._steps, [work])
-        try:
-            (stepped,) = await self._wait(work.results)
-        except WorkerLost as lost:
-            if lost.again and not last:
-                return await self._step_here(step, last=True)
-            return Stepped(seconds=lost.seconds, error=str(lost))
-        finally:
-            work.results.cancel()
+        remotely = environment == REMOTE
+        asking = self._service.step(episode) if remotely else self._alone(self._steps, Step(environment, episode))
+        stepped = await self._in_pool(asking)
+        self._last_progress = time.monotonic()
         assert isinstance(stepped, Stepped)
         return stepped
 
-    async def _verify_here(
-        self, fast: list[VerificationRequest], slow: list[VerificationRequest]
-    ) -> tuple[list[Verdict], list[Verdict]]:
-        """Verdicts of the workers. What fast workers have judged comes straight to the caller's event loop."""
+    async def _in_pool(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, which runs in the pool's thread and ends with the caller; gives up if no worker has
+        delivered for longer than any job may take."""
         if self._failure is not None:
+            work.close()
             raise self._failure
-        works = [_Work(batch) for batch in _batches(fast)]
-        self._loop.call_soon_threadsafe(self._enqueue, self._fast, works)
-        alone = self._each(self._judge_alone, slow) if slow else None
-        results: list[Result | VerificationRequest] = []
-        try:
-            for work in works:
-                try:
-                    judged = await self._wait(work.results)
-                    results += judged
-                except WorkerLost:  # each request gets another attempt by itself
-                    results += [job for job in work.jobs if isinstance(job, VerificationRequest)]
-            verdicts = [result for result in results if isinstance(result, Verdict)]
-            if len(verdicts) < len(results):
-                verdicts = await self._wait(self._each(self._settle, results))
-            return verdicts, await self._wait(alone) if alone else []
-        finally:
-            for work in works:
-                work.results.cancel()
-            if alone:
-                alone.cancel()
-
-    async def _wait(self, result: Future[T]) -> T:
-        """Waits for a result; gives up if no worker has delivered for longer than any job may take."""
         services_s = self._config.remote_environment.deadline_s if self._config.remote_environment.url else 0
         stuck_after_s = 2 * self._config.timeout_s + _START_ATTEMPTS * START_LIMIT_S + services_s
         began = time.monotonic()
-        waiting = asyncio.wrap_future(result)
+        waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         try:
             while not waiting.done():
                 await asyncio.wait([waiting], timeout=_LOOK_EVERY_S)
@@ -211,9 +166,6 @@ class RewardPool:
             for process in self._processes.copy():
                 await self._end(process)
             await self._service.close()
-            for results in self._unfinished.copy():
-                with suppress(InvalidStateError):
-                    results.set_exception(self._failure or PoolError("reward pool: it has ended"))
 
     async def _serve(self, queue: asyncio.Queue[_Work]) -> None:
         """Starts a process, feeds it, replaces it when it is lost. A slow one starts when there is work for it."""
@@ -266,57 +218,66 @@ class RewardPool:
             results = iter(await process.judge(jobs, slow=slow, limit_s=self._config.timeout_s))
         except WorkerLost as lost:
             for work in works:
-                with suppress(InvalidStateError):  # its caller has just given up
+                if not work.results.done():  # else its caller has just given up
                     work.results.set_exception(lost)
             return False
         finally:  # a timeout is a verdict too
             self._last_progress = time.monotonic()
         for work in works:
-            with suppress(InvalidStateError):
-                work.results.set_result([next(results) for _ in work.jobs])
+            own = [next(results) for _ in work.jobs]
+            if not work.results.done():
+                work.results.set_result(own)
         return True
 
-    def _enqueue(self, queue: asyncio.Queue[_Work], works: list[_Work]) -> None:
-        for work in works:
-            queue.put_nowait(work)
-            self._unfinished.add(work.results)
-            work.results.add_done_callback(self._unfinished.discard)
+    async def _judge(
+        self, fast: Sequence[VerificationRequest], slow: Sequence[VerificationRequest]
+    ) -> tuple[list[Verdict], list[Verdict]]:
+        """Verdicts of the workers."""
+        batches = asyncio.gather(*map(self._judge_batch, _batches(fast)))
+        judged, alone = await asyncio.gather(batches, asyncio.gather(*map(self._judge_alone, slow)))
+        return [verdict for batch in judged for verdict in batch], alone
 
-    def _each(self, judge: Callable[[T], Awaitable[Verdict]], jobs: Iterable[T]) -> Future[list[Verdict]]:
-        async def judge_each() -> list[Verdict]:
-            return await asyncio.gather(*map(judge, jobs))
+    async def _judge_batch(self, batch: Sequence[VerificationRequest]) -> Sequence[Verdict]:
+        try:
+            results = await self._worked(self._fast, batch)
+        except WorkerLost:  # each request gets another attempt by itself
+            return await asyncio.gather(*(self._judge_alone(request, last=True) for request in batch))
+        verdicts = [result for result in results if isinstance(result, Verdict)]
+        return verdicts if len(verdicts) == len(results) else await asyncio.gather(*map(self._settle, results))
 
-        return asyncio.run_coroutine_threadsafe(judge_each(), self._loop)
+    async def _worked(self, queue: asyncio.Queue[_Work], jobs: Sequence[Job]) -> Sequence[Result]:
+        """Results of a worker. Raises WorkerLost."""
+        work = _Work(jobs, self._loop.create_future())
+        queue.put_nowait(work)
+        return await work.results
 
     async def _judge_alone(self, job: VerificationRequest | Deferred, *, last: bool = False) -> Verdict:
         """The verdict of a worker that has nothing else to do meanwhile."""
-        return await self._settle(await self._alone(job, last=last))
+        return await self._settle(await self._alone(self._slow, job, last=last))
 
-    async def _alone(self, job: VerificationRequest | Deferred, *, last: bool = False) -> Result:
+    async def _alone(self, queue: asyncio.Queue[_Work], job: Job, *, last: bool = False) -> Result:
         """The result of a worker that has nothing else to do meanwhile.
 
         If a worker is lost and something else may be to blame, such as earlier work, the job gets a second and last
         attempt.
         """
         try:
-            work = _Work([job])
-            self._slow.put_nowait(work)
-            (result,) = await asyncio.wrap_future(work.results)
+            (result,) = await self._worked(queue, [job])
             return result
         except WorkerLost as lost:
             if lost.again and not last:
-                return await self._alone(job, last=True)
+                return await self._alone(queue, job, last=True)
+            if isinstance(job, Step):
+                return Stepped(seconds=lost.seconds, error=str(lost))
             return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
 
-    async def _settle(self, result: Result | VerificationRequest) -> Verdict:
-        """A verdict as it is; for a comparison the verdict of algebra; for a request another attempt by itself.
+    async def _settle(self, result: Result) -> Verdict:
+        """A verdict as it is; for a comparison the verdict of algebra.
 
         A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
         """
         if isinstance(result, Verdict):
             return result
-        if isinstance(result, VerificationRequest):
-            return await self._judge_alone(result, last=True)
         assert isinstance(result, Deferred)
         key = (result.answer, result.truth)
         comparison = self._comparisons.get(key)

@@ -183,16 +183,21 @@ def hold_port(config: RolloutConfig, index: int) -> socket.socket:
     """A socket bound to the configured port of server `index`, or to a free one: while it is open, no other run draws
     the port. On a busy machine a server listens only after a minute; it can, as it reuses addresses like this socket.
 
+    A free port is one that nobody listens on or holds, outside the range that the kernel uses for outgoing connections,
+    so that it is not given away until something opens it.
+
     Raises:
         ServerStartError: the configured port is taken, or no port of the host can be had.
     """
-    problem, port = OSError(), config.port
-    for _ in range(1 if config.port else _PORT_ATTEMPTS):  # another run may take a free one first
-        port = config.port + index if config.port else free_port(config.host)
+    problem, port = OSError(), 0
+    drawn = random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS)  # independent of the run's own random numbers
+    for port in [config.port + index] if config.port else drawn:
         held = socket.socket()
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A configured port may have connections left of the server before; a free one must be nobody's.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(config.port > 0))
         try:
             held.bind((config.host, port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             return held
         except OSError as error:
             held.close()
@@ -204,17 +209,13 @@ def hold_port(config: RolloutConfig, index: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on or holds. It is outside the range that the kernel uses for outgoing connections, so
-    it is not given away until something opens it."""
-    problem = OSError()
-    for port in random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS):  # independent of the run's own random numbers
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-                return port
-            except OSError as error:
-                problem = error
-    raise ServerStartError(f"rollout.host = {host}: {problem.strerror or problem}; name a rollout.port")
+    """A free port as `hold_port` finds it, not held.
+
+    Raises:
+        ServerStartError: there is none.
+    """
+    with hold_port(RolloutConfig(host=host), 0) as held:
+        return int(held.getsockname()[1])
 
 
 def tail(path: Path, lines: int = TAIL_LINES, size: int = 16384) -> str:

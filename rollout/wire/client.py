@@ -132,7 +132,14 @@ class SglangClient:
             params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         if seed is not None:
             params["sampling_seed"] = seed
-        body = _generate_body(rid, prompt_ids, params, -1) | {"stream": segments is not None}
+        body = {
+            "rid": rid,
+            "input_ids": np.ascontiguousarray(prompt_ids),
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": segments is not None,
+        }
         if routed_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         if cache_key is not None:
@@ -154,23 +161,6 @@ class SglangClient:
             raise ServerUnavailable(f"{self.url}/generate: the answer stopped before the response's end")
         return join_segments(received)
 
-    async def score(self, rid: str, token_ids: np.ndarray, start: int) -> np.ndarray:
-        """Log-probs, at temperature 1, of token_ids[start:] given what precedes each: float32 [len(token_ids) - start].
-
-        Args:
-            token_ids: int32 [P + T].
-            start: first token to score, at least 1.
-        """
-        params = {"max_new_tokens": 0, "temperature": 1.0}
-        body = _generate_body(rid, token_ids, params, start - 1)
-        async with self._json("/generate", body, self.request_deadline_s) as answer:
-            entries = answer["meta_info"]["input_token_logprobs"][1:]
-            asked, scored = token_ids[start:], np.array([entry[1] for entry in entries])
-            # The last id of the vocabulary is reported as 0 (its log-prob is right): SGLang's guard is off by one.
-            if scored.shape != asked.shape or not ((scored == asked) | (scored == 0)).all():
-                raise ValueError(f"log-probs of {scored.size} other tokens than the {asked.size} asked for")
-            return np.array([entry[0] for entry in entries], np.float32)
-
     async def health(self, deadline_s: float, *, ours: bool = True) -> None:
         """Returns if a server of ours answers that it serves (a paused one does, one that still loads does not), or if
         the HTTP process of a server of others answers: its /health may draw a token."""
@@ -178,7 +168,7 @@ class SglangClient:
 
     async def server_info(self, deadline_s: float | None = None) -> ServerInfo:
         """Asks the server's scheduler too, so an answer shows that both processes are alive."""
-        async with self._json("/server_info", None, deadline_s) as answer:
+        async with self.json("/server_info", None, deadline_s) as answer:
             return ServerInfo(
                 version=str(answer.get("version", "?")),
                 device=answer["device"],
@@ -197,14 +187,14 @@ class SglangClient:
 
     async def load(self, deadline_s: float) -> ServerLoad:
         """Answered by its HTTP process, from what the scheduler has left in shared memory after its last batch."""
-        async with self._json("/v1/loads?include=core", None, deadline_s) as answer:
+        async with self.json("/v1/loads?include=core", None, deadline_s) as answer:
             ranks = answer["loads"]
             waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
             return ServerLoad(kv_use=max(float(rank["token_usage"]) for rank in ranks), waiting=waiting)
 
     async def weight_label(self) -> str:
         """The server's name of its weights."""
-        async with self._json("/model_info") as answer:
+        async with self.json("/model_info") as answer:
             return str(answer["weight_version"])
 
     async def abort(self, rid: str | None) -> None:
@@ -230,7 +220,7 @@ class SglangClient:
 
     async def memory_gb(self) -> float:
         """GB (2**30 bytes) that weights and KV cache take on each of its accelerators, by its own account."""
-        async with self._json("/server_info") as answer:
+        async with self.json("/server_info") as answer:
             usage = answer["internal_states"][0]["memory_usage"]
             return float(usage["weight"] + usage["kvcache"])
 
@@ -274,16 +264,16 @@ class SglangClient:
 
     async def checksums(self, deadline_s: float) -> dict[int, dict[str, str]]:
         """{tensor-parallel rank: {SGLang's name of the tensor: hash}}, computed now from the memory of the server."""
-        async with self._json("/weights_checker", {"action": "checksum"}, deadline_s) as answer:
+        async with self.json("/weights_checker", {"action": "checksum"}, deadline_s) as answer:
             return {_tensor_rank(rank["parallelism_info"]): rank["checksums"] for rank in answer["ranks"]}
 
     async def _succeed(self, path: str, body: Mapping[str, Any], deadline_s: float | None = None) -> None:
-        async with self._json(path, body, deadline_s) as answer:
+        async with self.json(path, body, deadline_s) as answer:
             if not answer.get("success"):
                 raise ServerRefused(f"{self.url}{path}: {answer.get('message')}")
 
     @asynccontextmanager
-    async def _json(
+    async def json(
         self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float | None = None
     ) -> AsyncIterator[dict[str, Any]]:
         """The JSON object of a 200 answer. What inside cannot be read of it becomes ServerUnavailable."""
@@ -330,16 +320,6 @@ class SglangClient:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {deadline_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-
-
-def _generate_body(rid: str, ids: np.ndarray, params: Mapping[str, Any], logprob_start: int) -> dict[str, Any]:
-    return {
-        "rid": rid,
-        "input_ids": np.ascontiguousarray(ids),
-        "sampling_params": params,
-        "return_logprob": True,
-        "logprob_start_len": logprob_start,
-    }
 
 
 def _error_for(status: int) -> type[RolloutError]:

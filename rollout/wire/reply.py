@@ -87,7 +87,17 @@ class Finish(msgspec.Struct, omit_defaults=True):
     message: str | None = None
 
 
-class Segment(msgspec.Struct, gc=False):
+class _Told(msgspec.Struct, gc=False):
+    """What a server says of a response besides its tokens, under SGLang's names."""
+
+    weight_version: str | int | None = None
+    total: int | None = msgspec.field(default=None, name="completion_tokens")
+    """Tokens of the whole response so far."""
+    cached_tokens: int | None = None
+    retractions: int | None = msgspec.field(default=None, name="num_retractions")
+
+
+class Segment(_Told, gc=False):
     """What was drawn since the segment before."""
 
     token_ids: bytes = b""
@@ -96,29 +106,20 @@ class Segment(msgspec.Struct, gc=False):
     """float32 [T], little-endian"""
     finish: Finish | None = None
     """Of the last segment alone."""
-    weight_version: str | int | None = None
-    total: int | None = None
-    """Tokens of the whole response so far."""
     error: str | None = None
     """Why there is no segment."""
     code: int = 0
     """HTTP status of the error; the answer itself began with 200."""
-    cached_tokens: int | None = None
-    retractions: int | None = None
     routing: bytes | None = None
     """uint8, as `Reply.routing`."""
 
 
-class _Meta(msgspec.Struct):
+class _Meta(_Told, kw_only=True):
     """Every version sends `finish_reason` and `output_token_logprobs`; all else is optional."""
 
     finish_reason: Finish | None
     """None in a segment that is not the last one."""
     output_token_logprobs: list[_Token] | None = None
-    weight_version: str | int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-    num_retractions: int | None = None
     routed_experts: bytes | None = None
     """int32, in base64 as text."""
 
@@ -224,11 +225,8 @@ def _segment(answer: _Answer) -> Segment:
         token_ids=np.array(ids, TOKEN_ID).tobytes(),
         log_probs=log_probs.tobytes(),
         finish=meta.finish_reason,
-        weight_version=meta.weight_version,
-        total=meta.completion_tokens,
-        cached_tokens=meta.cached_tokens,
-        retractions=meta.num_retractions,
         routing=None if meta.routed_experts is None else _as_bytes(meta.routed_experts),
+        **{name: getattr(meta, name) for name in _Told.__struct_fields__},
     )
 
 

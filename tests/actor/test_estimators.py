@@ -24,6 +24,7 @@ from rollout.generation import FinishReason, Generation
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, actor_config, reference_log_probs, relative_error, start_actor
 from tests.actor.tiny import load_reference, save_tiny
+from tools.actor_job import loss_and_gradients
 from tools.certificate import AGGREGATIONS, choose_layouts, fitting_layouts
 
 GROUP, GROUPS, LONGEST, EPSILON = 3, 4, 24, 1e-6
@@ -109,7 +110,7 @@ def gradients_of(
     config = actor_config(layout, micro_batch_tokens=budget)
     actor = start_actor(place, folder, config)
     batches = mini_batches(arrays, old, None, None, replace(chosen, actor=config), 1, hidden_size=64)
-    found = [actor.loss_and_gradients(batch, OBJECTIVE, TEMPERATURE) for batch in batches]
+    found = [loss_and_gradients(actor, batch, OBJECTIVE, TEMPERATURE) for batch in batches]
     return None if found[0] is None else [(batch, result[1]) for batch, result in zip(batches, found, strict=True)]
 
 

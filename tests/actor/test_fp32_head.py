@@ -16,6 +16,7 @@ from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.test_step import NONE_OF, size
 from tests.actor.tiny import save_tiny
+from tools.actor_job import loss_and_gradients
 
 BOUND = 1e-6
 """Law 1's, relative."""
@@ -83,7 +84,7 @@ def errors_of_head(place: RankPlace, folder: Path, config: ActorConfig, data: Co
     try:
         batch = mini_batch(data, config, without=NONE_OF)
         scored = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
-        actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+        loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
     finally:  # the process serves other tests too
         log_prob.linear_token_log_probs = real
     return seen, worst, None if scored is None else scored.log_probs

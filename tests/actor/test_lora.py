@@ -33,6 +33,7 @@ from tests.actor.mini_batches import (
     start_actor,
 )
 from tests.actor.tiny import MIXTURE, load_reference, save_tiny
+from tools.actor_job import loss_and_gradients
 
 NONE_OF = ("reference_log_probs", "correction")
 LORA = {"rank": 4, "alpha": 6.0}
@@ -66,7 +67,7 @@ def gradients_of(place: RankPlace, folder: Path, layout: dict, data: Columns, lo
     actor.optimizer.adapters.draw(5, both=True)
     actor.export_hf(out)
     results = [
-        actor.loss_and_gradients(mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
+        loss_and_gradients(actor, mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
         for _ in range(2)
     ]
     if results[0] is None:

@@ -32,6 +32,7 @@ from tests.actor.mini_batches import (
 )
 from tests.actor.test_step import NONE_OF, gradients_of, size
 from tests.actor.tiny import load_reference, save_tiny
+from tools.actor_job import loss_and_gradients
 from tools.certificate import choose_layouts, fitting_layouts
 
 
@@ -148,7 +149,7 @@ def masked_and_not_a_number(place: RankPlace, folder: Path, data: Columns):
 
     batch = mini_batch(data, config, without=NONE_OF)
     batch = replace(batch, advantages=(batch.weights != 0).astype(np.float32))
-    return actor.loss_and_gradients(batch, Broken(), TEMPERATURE)[0]
+    return loss_and_gradients(actor, batch, Broken(), TEMPERATURE)[0]
 
 
 def test_a_masked_token_without_a_loss_leaves_the_reported_loss_a_number(gloo, model, data):

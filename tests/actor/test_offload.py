@@ -15,6 +15,7 @@ from megatron_dapo.config.actor_config import OffloadConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.tiny import save_tiny
+from tools.actor_job import loss_and_gradients
 
 NONE_OF = ("reference_log_probs", "correction")
 ALL = ("parameters", "gradients", "optimizer")
@@ -119,7 +120,7 @@ def train(place: RankPlace, folder: Path, data: Columns, offload: dict, options:
     away.append(actor.memory.away)
     actor.export_hf(target / "export")
     results["trained"] = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
-    gradient = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+    gradient = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
     away.append(actor.memory.away)
     numbers = [(report.loss, report.grad_norm, report.optimizer_step) for report in reports]
     return {"away": away, "results": results, "reports": numbers, "gradient": gradient and gradient[1]}

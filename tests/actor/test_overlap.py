@@ -23,6 +23,7 @@ from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns, mini_batch, start_actor
 from tests.actor.model.test_routing_replay import foreign
 from tests.actor.tiny import MIXTURE, save_tiny
+from tools.actor_job import loss_and_gradients
 
 OPTIMIZER = {"lr": 2e-2, "eps": 1e-2, "clip_norm": 0.0}
 """The norm that would clip is summed over ranks' parts, which end where buckets end: it is equal but for rounding."""
@@ -105,7 +106,7 @@ def life(
         exported("loaded")
         note("log-probs of the checkpoint", actor.log_probs(data.responses, batch.plan, TEMPERATURE))
         update()
-        gradient = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+        gradient = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
         if gradient is not None:
             found |= {f"gradient: {name}": value.numpy() for name, value in gradient[1].items()}
         exported("after a certificate")

@@ -97,13 +97,13 @@ def test_micro_batch_index_numbers_the_filled_micro_batches(case):
 
 def test_fewer_sequences_than_ranks_leaves_empty_micro_batches():
     plan = planned([7, 3], 10, data=4)
-    assert plan.micro_batches_per_rank == 1
+    assert len(plan.micro_batches[0]) == 1
     assert sorted(len(rank[0]) for rank in plan.micro_batches) == [0, 0, 1, 1]
 
 
 def test_count_is_a_multiple_for_virtual_stages():
     plan = planned([10] * 5, 10, pipeline=4, virtual_pipeline=2)
-    assert plan.micro_batches_per_rank == 8
+    assert len(plan.micro_batches[0]) == 8
 
 
 BUDGET, ATTENTION_COST = 32768, 1 / (12 * 5120)
@@ -156,7 +156,7 @@ def test_packs_tightly_and_levels_the_ranks_on_reasoning_lengths(count, seed, da
     least = -(-lengths.sum() // (BUDGET * data_parallel)) * data_parallel
     ours, bound, theirs = (
         unfilled(lengths, count)
-        for count in (plan.micro_batches_per_rank * data_parallel, least, len(baseline[0]) * data_parallel)
+        for count in (len(plan.micro_batches[0]) * data_parallel, least, len(baseline[0]) * data_parallel)
     )
     assert ours <= bound + 0.001
     assert ours <= theirs
@@ -194,12 +194,12 @@ def test_padding_is_a_fraction_of_a_percent_on_reasoning_lengths(layout):
 def test_falls_back_to_the_tightest_fit():
     """Levelling puts 6, 5 + 4 and then 4 has no room beside 2; the tightest fit finds 6 + 4 and 5 + 3 + 2."""
     plan = planned([6, 5, 4, 3, 2], 10)
-    assert plan.micro_batches_per_rank == 2
+    assert len(plan.micro_batches[0]) == 2
 
 
 def test_plan_for_actor_gives_context_parallel_ranks_a_budget_each():
     config = ActorConfig(micro_batch_tokens=16, layout=LayoutConfig(context=2))
-    assert plan_for_actor(np.full(4, 8), config, hidden_size=64).micro_batches_per_rank == 1
+    assert len(plan_for_actor(np.full(4, 8), config, hidden_size=64).micro_batches[0]) == 1
 
 
 def test_packing_by_hand():

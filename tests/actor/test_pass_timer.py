@@ -35,7 +35,7 @@ def timed_update(place: RankPlace, folder: Path, layout: dict[str, Any], data: C
         return actor.update(*arguments), [], None, 0
     with actor.timed() as clock:
         reports = actor.update(*arguments)
-    return reports, clock.times(), actor.time_tensor_parallel(16), batch.plan.micro_batches_per_rank
+    return reports, clock.times(), actor.time_tensor_parallel(16), len(batch.plan.micro_batches[0])
 
 
 LAYOUTS = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}]

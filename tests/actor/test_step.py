@@ -33,6 +33,7 @@ from tests.actor.mini_batches import (
 )
 from tests.actor.ranks import build
 from tests.actor.tiny import load_reference, save_tiny
+from tools.actor_job import loss_and_gradients
 
 NONE_OF = ("reference_log_probs", "correction")
 FULL = PolicyObjective(
@@ -78,7 +79,7 @@ def gradients_of(
     config = actor_config(layout, **(fields or {}))
     actor = start_actor(place, folder, config)
     batch = mini_batch(data, config, without=without)
-    result = actor.loss_and_gradients(batch, objective or PolicyObjective(), TEMPERATURE)
+    result = loss_and_gradients(actor, batch, objective or PolicyObjective(), TEMPERATURE)
     return None if result is None else result[1]
 
 
@@ -150,7 +151,7 @@ def gradients_in_blocks(place: RankPlace, folder: Path, data: Columns):
     actor.passes.row_multiple = 16
     widths = []
     actor.optimizer.chunks[0].module.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
-    result = actor.loss_and_gradients(mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
+    result = loss_and_gradients(actor, mini_batch(data, config, without=NONE_OF), PolicyObjective(), TEMPERATURE)
     return widths, None if result is None else result[1]
 
 
@@ -166,7 +167,7 @@ def test_nor_on_rows_padded_to_blocks(gloo, one_process, tolerance, model, data)
 def gradients_in_bfloat16(place: RankPlace, folder: Path, data: Columns):
     config = actor_config()
     actor = start_actor(place, folder, config, dtype="bfloat16")
-    result = actor.loss_and_gradients(mini_batch(data, config, without=NONE_OF), SupervisedObjective(), TEMPERATURE)
+    result = loss_and_gradients(actor, mini_batch(data, config, without=NONE_OF), SupervisedObjective(), TEMPERATURE)
     return result[1]
 
 
@@ -193,7 +194,7 @@ def output_and_gradient(place: RankPlace, folder: Path, data: Columns, layout: d
         last.output_layer.register_forward_hook(lambda module, given, output: widths.append(output[0].shape[-1]))
     batch = mini_batch(data, config, without=NONE_OF)
     log_probs = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
-    result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+    result = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
     return max(widths), log_probs, None if result is None else result[1]
 
 

@@ -11,7 +11,7 @@ from megatron_dapo.cli.ask import ask, by_server
 from megatron_dapo.cli.command_line import model_config
 from megatron_dapo.config import ConfigError, dump_config
 from megatron_dapo.data.prompts import render
-from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+from megatron_dapo.data.tokenizer import load_text_tools
 from rollout.generation import GenerationRequest, SamplingParams
 from tests.processes import ROOT
 
@@ -25,7 +25,7 @@ def test_an_empty_prompt_is_refused_in_words():
 
 
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path):
-    with pytest.raises(TokenizerError, match="give the folder of a model"):
+    with pytest.raises(ConfigError, match="give the folder of a model"):
         ask(tmp_path, "1 + 1?")
 
 

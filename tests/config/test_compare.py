@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dapo.cli.diff import diff
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.config_diff import ABSENT, departures, differences, flatten_config, shown, stated
-from megatron_dapo.config.load import PRESETS, flatten
+from megatron_dapo.config.config_diff import departures, stated
+from megatron_dapo.config.load import ABSENT, PRESETS, differences, flatten, flatten_config, shown
 from tests.config.test_load import MINIMAL
 
 

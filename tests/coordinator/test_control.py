@@ -21,7 +21,6 @@ from megatron_dapo.coordinator.checkpoints import (
 )
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.timeline import StepTimer
-from megatron_dapo.storage.group_files import load_groups, save_groups
 from megatron_dapo.storage.run_dir import RunDir
 from rollout.fleet.member import ServerStatistics
 from tests.coordinator.test_batch import GROUP, make_groups
@@ -173,14 +172,3 @@ def test_the_reference_is_reset_stored_and_named_by_the_checkpoint(train):
     kept = train(range(1, 4), None, *RESET, "algorithm.kl.reset_optimizer=false")
     assert kept.trainer.resets == [False]
     assert train(range(1, 4), None, "algorithm.kl.coefficient=0.1").trainer.resets == []
-
-
-def test_a_checkpoint_from_before_these_keys_is_read(tmp_path):
-    state = SamplerState(cursor=3, pass_rate=PassRate.start(0.5), carried=())
-    progress = Progress(rollout_step=1, optimizer_step=1, weight_version=1, sampler=state)
-    save_progress(progress, tmp_path)
-    groups, extra = load_groups(tmp_path, "progress")
-    for name in ("entropy_coefficient", "reference_step"):
-        del extra[name]
-    save_groups(tmp_path, "progress", groups, extra)
-    assert load_progress(tmp_path) == progress

@@ -32,7 +32,7 @@ from megatron_dapo.coordinator.checkpoints import (
 )
 from megatron_dapo.coordinator.run_context import first_progress
 from megatron_dapo.experience.groups import SamplerState, unjudged
-from megatron_dapo.storage.group_files import GroupFileError, load_groups, save_groups
+from megatron_dapo.storage.group_files import GroupFileError
 from megatron_dapo.storage.run_dir import CheckpointDamaged, RunDir, RunDirError
 from rollout.generation import FinishReason
 from tests.coordinator.test_sampler import group
@@ -84,16 +84,12 @@ def test_a_file_for_which_the_disk_has_no_room_is_named(saved):
 
 
 def test_without_unfinished_groups_the_files_are_those_of_before(saved):
-    """And a checkpoint that says nothing of them is one without."""
     progress, folder = saved
     state = dataclasses.replace(progress.sampler, unfinished=())
     for name in ("unfinished.json", "unfinished.npz"):
         (folder / name).unlink()
     save_progress(dataclasses.replace(progress, sampler=state), folder)
     assert sorted(file.name for file in folder.iterdir()) == ["progress.json", "progress.npz"]
-    _, extra = load_groups(folder, "progress")
-    assert extra.pop("unfinished") == 0
-    save_groups(folder, "progress", state.carried, extra)
     assert plain(load_progress(folder).sampler) == plain(state)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from megatron_dapo.coordinator import run
 from megatron_dapo.coordinator.run import export_model, stop_on_file
 from megatron_dapo.data.prompts import read_prompts
 from megatron_dapo.data.records import heldout_files
+from megatron_dapo.monitor.timeline import PHASES, StepTimer
 from megatron_dapo.report.source import Run
 from megatron_dapo.storage.run_dir import RunDir
 from tests.processes import ROOT
@@ -80,7 +82,7 @@ def test_where_nothing_is_held_out_nothing_is_asked_and_the_summary_says_so(tmp_
         inputs=SimpleNamespace(heldout=heldout),
         writer=writer,
     )
-    summary = asyncio.run(run._measure_and_train(context, {}, 0.0, 0.0))
+    summary = asyncio.run(run._measure_and_train(context, StepTimer(), 0.0))
     folder.write_json("summary.json", summary)
     folder.close()
     assert summary["heldout"] == {"before": None, "baseline": None, "after": None}
@@ -95,13 +97,16 @@ def test_a_resumed_runs_total_holds_the_steps_of_earlier_starts(tmp_path, monkey
         return SimpleNamespace(rollout_step=4, optimizer_step=4)
 
     monkeypatch.setattr(run, "train", two_more_steps)
-    monkeypatch.setattr(run.time, "monotonic", lambda: 130.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 20.0)
+    timer = StepTimer()
+    monkeypatch.setattr(time, "monotonic", lambda: 130.0)
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", ["evaluation.path=null"])
     config = replace(config, run=replace(config.run, export_at_end=False))
     heldout = read_prompts(heldout_files(config.data, config.evaluation), config.data, None, None)
     folder = RunDir(tmp_path / "run", resume=False)
     folder.write_json(run.BEFORE, {"before": {}, "baseline": None})
-    lines = [{"rollout_step": step, "timing/step": 50.0, "timing/update": 40.0} for step in (1, 2, 3, 4)]
+    phases = {f"timing/{phase}": 0.0 for phase in PHASES} | {"timing/step": 50.0, "timing/update": 40.0}
+    lines = [{"rollout_step": step, **phases} for step in (1, 2, 3, 4)]
     lines = [line | {"tokens/generated": 1, "tokens/trained": 1} for line in lines]
     monkeypatch.setattr(run, "read_metrics", lambda path: lines)
     context = SimpleNamespace(
@@ -111,9 +116,9 @@ def test_a_resumed_runs_total_holds_the_steps_of_earlier_starts(tmp_path, monkey
         inputs=SimpleNamespace(heldout=heldout),
         writer=SimpleNamespace(show=lambda at, figures: None),
     )
-    seconds = asyncio.run(run._measure_and_train(context, {}, 20.0, 0.0))["seconds"]
+    seconds = asyncio.run(run._measure_and_train(context, timer, 0.0))["seconds"]
     assert (seconds["total"], seconds["update"]) == (2 * 50 + 110, 4 * 40), "no status.json tells of them"
-    longer = asyncio.run(run._measure_and_train(context, {}, 20.0, 400.0))["seconds"]
+    longer = asyncio.run(run._measure_and_train(context, timer, 400.0))["seconds"]
     folder.close()
     assert longer["total"] == 400 + 110, "with starts, evaluations and steps that were lost"
 

@@ -12,7 +12,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.data.hub import local_path, pinned, snapshot_of, with_local_paths
 from megatron_dapo.data.records import DataError, check_file, raw_rows
-from megatron_dapo.data.tokenizer import TokenizerError, load_text_tools
+from megatron_dapo.data.tokenizer import load_text_tools
 
 COMMIT = "a" * 40
 REPOSITORIES = {
@@ -124,7 +124,7 @@ def test_a_bare_name_is_answered_with_the_form_of_an_address(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="or hf://OWNER/NAME of the Hugging Face hub"):
         HFModelConfig.load(Path("Qwen/Qwen2.5-0.5B"))
-    with pytest.raises(TokenizerError, match="or hf://OWNER/NAME of the Hugging Face hub"):
+    with pytest.raises(ConfigError, match="or hf://OWNER/NAME of the Hugging Face hub"):
         load_text_tools("Qwen/Qwen2.5-0.5B")
     with pytest.raises(DataError, match=r"set data\.path to .* or hf://datasets/OWNER/NAME/FILE"):
         check_file(Path("openai/gsm8k"), "data.path")

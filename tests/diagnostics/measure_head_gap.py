@@ -23,7 +23,7 @@ from megatron_dapo.coordinator.inputs import read_inputs
 from megatron_dapo.diagnostics.local_jobs import local_device, local_fleet, with_own_servers
 from rollout.generation import GenerationRequest, SamplingParams
 from tools.actor_job import ActorJob
-from tools.bisect import _by_megatron
+from tools.bisect import _by_megatron, score
 from tools.rank_pool import RankPool
 
 Pairs = list[tuple[np.ndarray, np.ndarray]]
@@ -75,9 +75,9 @@ async def _score(
                 ]
                 drawn = await asyncio.gather(*map(fleet.generate, asked))
                 pairs = [(ids, one.token_ids) for ids, one in zip(prompts, drawn, strict=True)]
-            score = fleet.members[0].client.score
+            client = fleet.members[0].client
             whole = [np.concatenate(pair).astype(np.int32) for pair in pairs]
-            each = [score(f"score-{at}.", ids, pairs[at][0].size) for at, ids in enumerate(whole)]
+            each = [score(client, f"score-{at}.", ids, pairs[at][0].size) for at, ids in enumerate(whole)]
             scored = await asyncio.wait_for(asyncio.gather(*each), DEADLINE_S)
     return pairs, np.concatenate(scored).astype(np.float64)
 

@@ -24,6 +24,7 @@ from tests.actor.mini_batches import (
 )
 from tests.actor.tiny import MIXTURE, save_tiny
 from tests.emulated.cuda_choices import cuda_choices
+from tools.actor_job import loss_and_gradients
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-2}
 """With AdamW's usual epsilon a gradient of almost 0 is a whole step, and so is its rounding."""
@@ -71,7 +72,7 @@ def turns(
         gradients, reports = [], []
 
         def certify() -> None:
-            result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+            result = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
             gradients.append(result and result[1])
 
         def update() -> None:

@@ -22,6 +22,7 @@ from tests.actor.mini_batches import TEMPERATURE, Columns, actor_config, columns
 from tests.actor.model.test_routing_replay import foreign
 from tests.actor.tiny import MIXTURE, save_tiny
 from tests.emulated.strict_ranks import Broken
+from tools.actor_job import loss_and_gradients
 from tools.rank_pool import RankPlace
 
 NONE_OF = ("reference_log_probs", "correction")
@@ -103,7 +104,7 @@ def life(place: RankPlace, folder: Path, layout: dict[str, Any], fields: dict[st
         note(name, None if result is None else result.log_probs)
 
     def gradient(name: str) -> None:
-        result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+        result = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
         note(name, None if result is None else {name: value.numpy() for name, value in result[1].items()})
 
     def update(name: str, steps: int = 2) -> None:

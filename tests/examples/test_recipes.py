@@ -6,7 +6,8 @@ import pytest
 
 from megatron_dapo.actor.model.hf_config import check_layout
 from megatron_dapo.config import Config, load_config
-from megatron_dapo.config.config_diff import departures, flatten_config
+from megatron_dapo.config.config_diff import departures
+from megatron_dapo.config.load import flatten_config
 from megatron_dapo.plan.scenario import BUILT_IN
 
 FOLDER = Path(__file__).parents[2] / "examples" / "qwen2.5_32b"

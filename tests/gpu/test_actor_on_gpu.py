@@ -20,6 +20,7 @@ from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
 from tests.actor.test_fp32_head import check_head, errors_of_head
 from tests.gpu.place import DEVICE, ON_CPU, save_small
+from tools.actor_job import loss_and_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -64,7 +65,7 @@ def gradient_of(
     assert actor.device.device.type == device
     objective = SupervisedObjective() if supervised else PolicyObjective()
     batch = mini_batch(data, config, without=SUPERVISED if supervised else NONE_OF)
-    return actor.loss_and_gradients(batch, objective, TEMPERATURE)
+    return loss_and_gradients(actor, batch, objective, TEMPERATURE)
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)

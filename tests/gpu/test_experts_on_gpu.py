@@ -28,6 +28,7 @@ from tests.gpu.test_actor_on_gpu import OF_CPUS_BFLOAT16, SUPERVISED, config_for
 from tests.gpu.test_server_on_gpu import NEAR, compare
 from tests.gpu.test_throughput_on_gpu import PEAK_FLOPS, ROWS, SEQUENCES, actor_update
 from tests.rollout.test_real_experts_told import probabilities
+from tools.actor_job import loss_and_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -65,7 +66,7 @@ def gradient_of(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     config = config_for(device, routing_replay=True, **fields)
     actor = start_actor(place, folder, config, dtype=dtype)
-    return actor.loss_and_gradients(mini_batch(data, config, without=SUPERVISED), SupervisedObjective(), TEMPERATURE)
+    return loss_and_gradients(actor, mini_batch(data, config, without=SUPERVISED), SupervisedObjective(), TEMPERATURE)
 
 
 PARTS = {"experts": ".experts.", "router": "mlp.gate.", "the rest": ""}

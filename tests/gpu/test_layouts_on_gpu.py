@@ -13,6 +13,7 @@ from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, Optimiz
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
 from tests.gpu.place import ON_CPU, save_small
+from tools.actor_job import loss_and_gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,9 +33,9 @@ def gradients(place: RankPlace, folder: Path, data: Columns, layout: dict[str, A
     actor = start_actor(place, folder, config, dtype=dtype)
     without = ("reference_log_probs", "correction")
     supervised = mini_batch(data, config, without=(*without, "advantages", "old_log_probs"))
-    first = actor.loss_and_gradients(supervised, SupervisedObjective(), TEMPERATURE)
+    first = loss_and_gradients(actor, supervised, SupervisedObjective(), TEMPERATURE)
     actor.update([mini_batch(data, config, without=without)], PolicyObjective(), TEMPERATURE)
-    return first, actor.loss_and_gradients(supervised, SupervisedObjective(), TEMPERATURE)
+    return first, loss_and_gradients(actor, supervised, SupervisedObjective(), TEMPERATURE)
 
 
 @pytest.mark.parametrize(

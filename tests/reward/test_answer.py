@@ -6,10 +6,10 @@ from fractions import Fraction
 import pytest
 
 from reward.answer import symbolic
-from reward.answer.compare import answer_key, compare
+from reward.answer.compare import compare
 from reward.answer.extract import last_statement
 from reward.answer.number import read_number
-from reward.answer.read import read
+from reward.answer.read import answer_key, read
 from reward.answer.text import ascii_lower, clean
 from reward.verdict import Deferred, Rule, VerificationRequest, VerifierError
 from reward.verifiers import robust

@@ -20,8 +20,8 @@ def answers() -> tuple[list[bytes], list[bytes], int]:
         entries, ids = script.body(tag, tag, 0, length)
         meta = b'"finish_reason":{"type":"length","length":1},"output_token_logprobs":[%b]' % entries
         bodies.append(b'{"output_ids":[%b],"meta_info":{%b}}' % (ids, meta))
-        arrays = [array.tobytes() for array in script.tokens(tag, tag)]
-        packed.append(frame(Segment(*arrays, Finish(type="length")))[LENGTH_BYTES:])
+        drawn, log_probs = (array.tobytes() for array in script.tokens(tag, tag))
+        packed.append(frame(Segment(token_ids=drawn, log_probs=log_probs, finish=Finish("length")))[LENGTH_BYTES:])
         tokens += length
     return bodies, packed, tokens
 

@@ -159,7 +159,8 @@ class ScriptedServer(StandIn):
             ids, log_probs = self.script.arrays(prompt, tag, start, stop)
             if ends:
                 ids[-1] = END
-            return frame(Segment(ids.tobytes(), log_probs.tobytes(), reason, self.label))
+            drawn = {"token_ids": ids.tobytes(), "log_probs": log_probs.tobytes()}
+            return frame(Segment(**drawn, finish=reason, weight_version=self.label))
         entries, words = self.script.body(prompt, tag, start, stop)
         body = (
             b'{"output_ids":[%b],"meta_info":{"finish_reason":%b,"weight_version":"%b","output_token_logprobs":[%b]}}'

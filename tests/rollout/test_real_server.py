@@ -34,6 +34,7 @@ from tests.rollout.real_kit import (
     reference,
     requests_of,
 )
+from tools.bisect import score
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -118,7 +119,7 @@ def test_score_is_the_models_opinion_of_a_given_response(places: dict[str, Place
         for prompt_size, size in ((1, 1), (7, 30), (200, 100)):
             prompt, response = (draw.integers(0, VOCABULARY, n).astype(np.int32) for n in (prompt_size, size))
             for _ in range(2):  # the second time from the prefix cache
-                scores = await client.score(uuid.uuid4().hex, np.concatenate([prompt, response]), prompt_size)
+                scores = await score(client, uuid.uuid4().hex, np.concatenate([prompt, response]), prompt_size)
                 np.testing.assert_allclose(scores, reference(place.model, prompt, response), atol=1e-4, rtol=0)
 
     place.run(work())

@@ -20,7 +20,7 @@ class Adapters:
     """Those of the checkpoint `source`, whose `actor.json` says `extra`, for the model in `base`.
 
     Raises:
-        ConfigError: they were trained on another model (an older checkpoint does not say on which).
+        ConfigError: they were trained on another model.
         WeightsError: one is missing or partial.
     """
 
@@ -29,7 +29,7 @@ class Adapters:
         hf = HFModelConfig.load(base)
         with SafetensorsReader(base) as weights:
             weights.check(hf_shapes(hf), ignored=no_parameters(hf))
-            if weights.digest() != extra.get("base", weights.digest()):
+            if weights.digest() != extra["base"]:
                 raise ConfigError(f"{source}: its adapters were trained on other weights than {base}'s; give --base")
             self.dtypes = {name: weights.dtype(name) for name in hf_shapes(hf)}
         self.halves = {

@@ -3,7 +3,6 @@
 What Megatron would compute differently from the field's meaning is refused with the field's name and value.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import AliasChoices, BaseModel, Field, PositiveFloat, PositiveInt,
 
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.config.base import ConfigError
-from megatron_dapo.data.hub import model_hint
+from megatron_dapo.data.hub import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -111,12 +110,7 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
                 file cannot be read as an object in JSON.
         """
         file = Path(folder) / "config.json"
-        try:
-            fields = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else f"no JSON object ({error})"
-            raise ConfigError(f"{file}: {reason}; {model_hint(folder)}") from None
-        return cls.of(fields, shown=str(file))
+        return cls.of(read_json(file), shown=str(file))
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], *, shown: str) -> "HFModelConfig":

@@ -24,6 +24,7 @@ from tests.actor.mini_batches import (
 from tests.actor.model.test_model_logits import MICRO_BATCHES, TOLERANCE, largest_difference
 from tests.actor.ranks import logits_of
 from tests.actor.tiny import MIXTURE, by_expert, load_reference, reference_logits, save_tiny
+from tools.actor_job import loss_and_gradients
 
 LR, EPS, DECAY = 0.1, 1.0, 0.1
 """With an epsilon of 1 the first step of AdamW grows with the gradient, so that a wrong scale of it shows."""
@@ -86,7 +87,7 @@ def one_step(
     config = actor_config(layout, optimizer={"lr": LR, "weight_decay": DECAY} | options, recompute=recompute)
     actor = start_actor(place, folder, config)
     batch = mini_batch(data, config, without=("reference_log_probs", "correction"))
-    result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+    result = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
     [report] = actor.update([batch], PolicyObjective(), TEMPERATURE)
     weights = dict(hf_tensors(actor._chunks, actor.hf, dtype=torch.float32))
     return None if result is None else (result[1], weights, report.grad_norm)

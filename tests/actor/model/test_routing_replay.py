@@ -33,6 +33,7 @@ from tests.actor.mini_batches import (
 )
 from tests.actor.model.test_mixture_of_experts import TENSOR, size
 from tests.actor.tiny import MIXTURE, by_expert, load_reference, save_tiny
+from tools.actor_job import loss_and_gradients
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 NONE_OF = ("reference_log_probs", "correction")
@@ -84,7 +85,7 @@ def replayed(place: RankPlace, folder: Path, layout: dict[str, Any], data: Colum
     batch = mini_batch(data, config, without=NONE_OF)
     asked = data.responses, batch.plan, TEMPERATURE
     old, reference = actor.log_probs(*asked), actor.reference_log_probs(*asked)
-    result = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+    result = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
     return None if result is None else (old.log_probs, reference.log_probs, result[1])
 
 
@@ -145,7 +146,7 @@ def own_and_replayed(place: RankPlace, folder: Path, data: Columns):
             mine = replace(bare.responses, routing=np.stack(chosen, axis=1))
             batch = mini_batch(replace(bare, responses=mine), config, without=NONE_OF)
         log_probs = actor.log_probs(batch.responses, batch.plan, TEMPERATURE).log_probs
-        _, gradient = actor.loss_and_gradients(batch, PolicyObjective(), TEMPERATURE)
+        _, gradient = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
         reports = actor.update([batch, batch], PolicyObjective(), TEMPERATURE)
         found.append((log_probs, gradient, reports))
         actor.close()

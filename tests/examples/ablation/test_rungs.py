@@ -19,7 +19,7 @@ from examples.ablation.rungs import (
 )
 from examples.ablation.verdicts import CLAIMS
 from megatron_dapo.config import Config
-from megatron_dapo.config.config_diff import differences, flatten_config
+from megatron_dapo.config.load import differences, flatten_config
 
 OUT = Place(folder=Path("somewhere"))
 

@@ -233,13 +233,14 @@ def test_a_server_that_shares_memory_says_that_it_drops_expandable_segments(
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
-def test_a_free_port_that_another_run_takes_first_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_program_has_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = free_port("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        taken, ports = other.getsockname()[1], [free_port("127.0.0.1")]
-        drawn = iter([taken, taken, *ports])
-        monkeypatch.setattr(engine, "free_port", lambda host: next(drawn))
-        with hold_port(RolloutConfig(), 0) as held:
-            assert held.getsockname()[1] == ports[0]
+        monkeypatch.setattr(engine, "_PORTS", [other.getsockname()[1], free])
+        monkeypatch.setattr(engine, "_PORT_ATTEMPTS", 2)
+        for _ in range(8):
+            with hold_port(RolloutConfig(), 0) as held:
+                assert held.getsockname()[1] == free
 
 
 def test_a_server_on_several_machines_has_a_process_and_a_log_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
