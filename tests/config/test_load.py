@@ -196,12 +196,6 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["rollout.extra_args=[--nccl-port, '1']"], ["--nccl-port", "where its processes meet"]),
         ("", ["rollout.urls=[http://a:1, http://a:1/]"], ["rollout.urls", "twice"]),
         ("", ["run.mode=colocated"], ["between_phases = none", "needs all"]),
-        ("", ["actor.offload.communicators=true"], ["offload.communicators", "run.mode=colocated on CUDA"]),
-        (
-            "",
-            ["actor.offload.communicators=true", "run.mode=colocated", "actor.device=cpu"],
-            ["offload.communicators", "run.mode=colocated on CUDA", "remove it"],
-        ),
         ("", ["rollout.weight_sync=tensor"], ["weight_sync = tensor", "needs auto, disk, distributed or delta"]),
         ("", ["run.mode=colocated", "rollout.urls=[http://a:1]"], ["rollout.urls", "sync or async"]),
         ("", ["rollout.on_publish=recompute", "rollout.deterministic=true"], ["on_publish = recompute", "timing"]),

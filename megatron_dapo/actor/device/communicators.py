@@ -25,23 +25,23 @@ class Communicators:
     """
 
     def __init__(self, used: bool) -> None:
-        """`used`: whether `suspend` will be called. Takes the NCCL that torch has loaded: another library would not
-        know its communicators.
+        """Takes the NCCL that torch has loaded: another library would not know its communicators.
+
+        Args:
+            used: whether `suspend` will be called.
 
         Raises:
-            ValueError: `used`, and there is none or an older one.
+            ValueError: `used`, and torch has loaded none, or an older one.
         """
         self._suspended: list[ctypes.c_void_p] = []
-        if not used:
-            return
         version = ctypes.c_int()
         with suppress(OSError):  # none is loaded
             self._nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
+            self._nccl.ncclGetLastError.restype = ctypes.c_char_p
             self._nccl.ncclGetVersion(ctypes.byref(version))
-        if version.value < OLDEST:
-            found = f"NCCL {version.value}" if version.value else "none"
-            raise ValueError(f"actor.offload.communicators: needs NCCL 2.29.7 ({OLDEST}); torch has loaded {found}")
-        self._nccl.ncclGetLastError.restype = ctypes.c_char_p
+        if used and version.value < OLDEST:
+            found = version.value or "none"
+            raise ValueError(f"actor.offload.communicators: needs NCCL {OLDEST} (2.29.7); torch has loaded {found}")
 
     def suspend(self) -> int:
         """Release their memory; bytes of it. Collective over all ranks, with no call under way.
