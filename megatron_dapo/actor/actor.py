@@ -76,7 +76,7 @@ class MegatronActor:
         self.device = device.prepare_for(config, model.dtype)
         # From here on Megatron may be imported.
         from megatron_dapo.actor.checkpoint import checkpoint
-        from megatron_dapo.actor.device import process_groups
+        from megatron_dapo.actor.device import communicators, process_groups
         from megatron_dapo.actor.model.model_chunks import build_model
         from megatron_dapo.actor.optimizer import ActorOptimizer
         from megatron_dapo.actor.step import ForwardBackward
@@ -99,6 +99,7 @@ class MegatronActor:
         self.reference = ReferenceWeights(self._chunks) if keep_reference else None
         self.passes = ForwardBackward(self._chunks, config, vocabulary=self.hf.vocab_size, device=self.device.device)
         self._pending: PendingSave | None = None
+        self.communicators = communicators.Communicators(config.offload.communicators)
         self.memory = self.optimizer.memory
         self.memory.offload(*parts_at_rest(config.offload))
 

@@ -7,18 +7,17 @@
 
 At each edge the GPUs' free memory is measured and compared with what the coming side needs, so that the wrong side is
 named instead of an out-of-memory error somewhere in the other. What the trainer leaves on a GPU outside its calls is
-`actor.offload.between_phases`. On the CPU the servers are told the same, and there is nothing to measure.
+`actor.offload.between_phases`; with `actor.offload.communicators` NCCL's buffers leave it before the servers come, and
+are there again for the trainer's next call. On the CPU the servers are told the same, and there is nothing to measure.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 
-from megatron_dapo.cluster.trainer_rank import GIB, GpuMemory
+from megatron_dapo.cluster.trainer import Trainer
+from megatron_dapo.cluster.trainer_rank import GIB
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config.run_config import RunConfig
 from rollout.fleet.fleet import RolloutFleet
-
-Look = Callable[[], Awaitable[Sequence[GpuMemory]]]
-"""Gives the GPU of each trainer rank now; nothing on the CPU."""
 
 LEAST_GIVEN = 0.9
 """Share of what a server says it gave back that the GPU must have got: pages are rounded, the sums are not exact."""
@@ -34,10 +33,10 @@ class GpuHandover:
     """Who has the GPUs' memory. The servers at the start. Where memory is not shared, everybody always has it."""
 
     def __init__(
-        self, config: RunConfig, fleet: RolloutFleet, look: Look, waits: Waits, *, report: Callable[[str], None]
+        self, config: RunConfig, fleet: RolloutFleet, trainer: Trainer, waits: Waits, *, report: Callable[[str], None]
     ) -> None:
         """`report` gets a line at the first handover."""
-        self._fleet, self._look, self._waits, self._report = fleet, look, waits, report
+        self._fleet, self._trainer, self._waits, self._report = fleet, trainer, waits, report
         self.shared, self._deadline_s, self.trainer_has_it = config.mode == "colocated", config.step_deadline_s, False
         self._freed: dict[int, int] = {}
         """Bytes that the servers' leaving freed on each rank's GPU."""
@@ -50,10 +49,10 @@ class GpuHandover:
         """
         if self.trainer_has_it or not self.shared:
             return
-        before = await self._look()
+        before = await self._trainer.device_memory()
         release = self._fleet.release_memory()
         claims = await self._waits.wait_for("memory for the trainer", "rollout servers", self._deadline_s, release)
-        after = await self._look()
+        after = await self._trainer.device_memory()
         self.trainer_has_it = True
         freed = {now.rank: now.free - then.free for then, now in zip(before, after, strict=True)}
         # Servers are on the GPUs of neighbouring ranks, all on as many. One that was down had nothing to leave.
@@ -81,7 +80,8 @@ class GpuHandover:
         """
         if not self.trainer_has_it:
             return
-        before = await self._look()
+        await self._trainer.suspend_communicators()
+        before = await self._trainer.device_memory()
         short = [
             f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back"
             for now in before
@@ -95,5 +95,5 @@ class GpuHandover:
         resume = self._fleet.resume_memory(weights_only=weights_only)
         await self._waits.wait_for("memory for the servers", "rollout servers", self._deadline_s, resume)
         self.trainer_has_it = weights_only
-        for then, now in zip(before, await self._look() if weights_only else (), strict=False):
+        for then, now in zip(before, await self._trainer.device_memory() if weights_only else (), strict=False):
             self._freed[now.rank] -= then.free - now.free

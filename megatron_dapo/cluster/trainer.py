@@ -135,6 +135,11 @@ class Trainer:
         found = await self._each("memory", lambda rank: rank.device_memory())
         return [memory for memory in found if memory is not None]
 
+    async def suspend_communicators(self) -> None:
+        """Servers get NCCL's memory with `actor.offload.communicators`, until the next call that all ranks make."""
+        if self._config.actor.offload.communicators:
+            await self._each("communicators", lambda rank: rank.actor.communicators.suspend())
+
     async def export_hf(self, folder: Path) -> None:
         """Write the weights in Hugging Face format."""
         await self._everyone("export_hf", lambda rank: rank.actor.export_hf(folder))
@@ -156,7 +161,7 @@ class Trainer:
 
     async def checkpoint_finished(self) -> bool:
         """Whether the checkpoint that was begun is whole."""
-        # Asked again and again while one is written: no part of a timeline.
+        # Asked again and again while one is written, also while servers write: no part of a timeline.
         return (await self._each("finish_checkpoint", lambda rank: rank.actor.finish_checkpoint(wait=False)))[0]
 
     async def load_checkpoint(self, folder: Path) -> None:
@@ -172,8 +177,14 @@ class Trainer:
         self._ranks = []
 
     async def _everyone(self, name: str, call: Callable[[TrainerRank], T | None]) -> T:
-        """Rank 0's answer to a call that all ranks make, and write into the timeline as `name`."""
-        return (await self._each(name, call, self.recorded_step))[0]
+        """Rank 0's answer to a call that all ranks make, and write into the timeline as `name`. Not while servers have
+        the ranks' GPUs."""
+
+        def collective(rank: TrainerRank) -> T | None:
+            rank.actor.communicators.resume()
+            return call(rank)
+
+        return (await self._each(name, collective, self.recorded_step))[0]
 
     async def _each(self, name: str, call: Callable[[TrainerRank], Any], step: int | None = None) -> list[Any]:
         """All ranks' answers. The call travels by value, with all that it refers to; so it must not refer to `self`."""

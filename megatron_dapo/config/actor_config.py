@@ -99,8 +99,11 @@ class OffloadConfig:
     """Keep moments and master weights in host memory but for optimizer steps."""
 
     between_phases: Literal["none", "optimizer", "all"] = "none"
-    """What leaves the device for host memory while the trainer is idle: `optimizer` (gradients, moments, master
-    weights) or `all` (weights too). For a GPU shared with a server."""
+    """What leaves for host memory while the trainer is idle: `optimizer` (gradients, moments, master weights) or `all`
+    (weights too)."""
+
+    communicators: bool = False
+    """With `colocated`: NCCL's buffers too; needs NCCL 2.29.7 (docs/run_modes.md)."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

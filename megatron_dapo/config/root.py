@@ -347,6 +347,8 @@ def _of_run(config: Config) -> Iterator[str]:
         yield f"rollout.weight_sync = {way}: run.mode=colocated needs disk, or tensor and {ranks} trainer ranks"
     if config.run.mode == "colocated" and config.actor.offload.between_phases == "none":
         yield "actor.offload.between_phases = none: run.mode=colocated needs all, so that servers have the GPUs' memory"
+    if config.actor.offload.communicators and (config.run.mode != "colocated" or config.actor.device == "cpu"):
+        yield "actor.offload.communicators: leaves GPU memory to servers; needs run.mode=colocated on CUDA; remove it"
     if config.run.dir.startswith("~"):
         yield f"run.dir = {config.run.dir}: nobody expands the ~, it would be a folder of that name; write it in full"
     if config.run.resume_step is not None and not config.run.resume:

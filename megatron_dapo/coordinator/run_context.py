@@ -113,7 +113,7 @@ async def start_run(run: RunBase) -> RunContext:
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
     trainer, fleet, timeline, shared_gpu = await _services(run, progress, goes_on=goes_on)
-    handover = GpuHandover(config.run, fleet, trainer.device_memory, run.waits, report=run.console.note)
+    handover = GpuHandover(config.run, fleet, trainer, run.waits, report=run.console.note)
     checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
     await stack.enter_async_context(checkpoints)
     board, stand = config.monitor.tensorboard, {axis: getattr(progress, axis) for axis in AXES}

@@ -14,10 +14,12 @@ TOTAL = 80
 
 
 class Gpus:
-    """Two GPUs of 80 GiB, with a server and a trainer rank on each; amounts in GiB."""
+    """Two GPUs of 80 GiB, with a server and a trainer rank on each; amounts in GiB. `communicators`: NCCL's buffers of
+    the trainer's that are not suspended."""
 
     def __init__(self, *, server=50, trainer=4, stays=0, weights=16):
         self.server, self.trainer, self.stays, self.weights = server, trainer, stays, weights
+        self.communicators = 0
         self.held_by_servers = server
         self.calls: list[str] = []
 
@@ -30,8 +32,11 @@ class Gpus:
         self.calls.append("resume weights" if weights_only else "resume")
         self.held_by_servers = self.weights if weights_only else self.server
 
-    async def look(self):
-        free = (TOTAL - self.held_by_servers - self.trainer) * GIB
+    async def suspend_communicators(self):
+        self.communicators = 0
+
+    async def device_memory(self):
+        free = (TOTAL - self.held_by_servers - self.trainer - self.communicators) * GIB
         return [GpuMemory(rank=rank, free=free, total=TOTAL * GIB, reserved=self.trainer * GIB) for rank in range(2)]
 
 
@@ -39,7 +44,7 @@ def with_handover(gpus, test, *, mode="colocated", deadline_s=5.0):
     async def run():
         lines = []
         config = RunConfig(dir="x", rollout_steps=1, mode=mode, step_deadline_s=deadline_s)
-        await test(GpuHandover(config, gpus, gpus.look, Waits(), report=lines.append))
+        await test(GpuHandover(config, gpus, gpus, Waits(), report=lines.append))
         return lines
 
     return asyncio.run(run())
@@ -90,8 +95,8 @@ def test_a_server_that_is_down_at_the_handover_has_nothing_to_leave():
         async def release_memory(self):
             return (*(await super().release_memory())[:1], None)
 
-        async def look(self):
-            first, second = await super().look()
+        async def device_memory(self):
+            first, second = await super().device_memory()
             return [first, replace(second, free=(TOTAL - self.trainer) * GIB)]
 
     async def test(handover):
@@ -160,7 +165,7 @@ def test_on_a_cpu_servers_are_told_the_same_and_nothing_is_measured():
     async def nothing():
         return []
 
-    gpus.look = nothing
+    gpus.device_memory = nothing
 
     async def test(handover):
         await handover.to_trainer()
@@ -168,3 +173,37 @@ def test_on_a_cpu_servers_are_told_the_same_and_nothing_is_measured():
 
     with_handover(gpus, test)
     assert gpus.calls == ["release", "resume"]
+
+
+def test_communicators_are_suspended_before_what_they_hold_would_lack():
+    """The trainer's calls take their memory again: a step's work, and the new weights that it gathers and sends."""
+    gpus = Gpus(server=70)
+
+    async def test(handover):
+        for _ in range(2):
+            await handover.to_trainer()
+            gpus.communicators = 8  # 68 GiB are free, and 70 wanted back
+            await handover.to_servers(weights_only=True)
+            assert gpus.communicators == 0
+            gpus.communicators = 8
+            gpus.trainer = 10
+            await handover.to_servers()  # 54 are free, and wanted back
+            assert gpus.communicators == 0
+            gpus.trainer = 4
+
+    with_handover(gpus, test)
+
+
+def test_without_a_turn_of_the_trainers_its_communicators_are_left_alone():
+    gpus = Gpus()
+
+    async def never():
+        raise AssertionError("the trainer has nothing to leave")
+
+    gpus.suspend_communicators = never
+
+    async def test(handover):
+        await handover.to_servers()
+        await handover.to_trainer()
+
+    with_handover(gpus, test)

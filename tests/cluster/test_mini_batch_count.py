@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.actor.device.communicators import Communicators
 from megatron_dapo.cluster import trainer as trainer_module
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.cluster.trainer_rank import TrainerRank, read_count, write_count
@@ -19,6 +20,7 @@ class Rank:
 
     def __init__(self, run_dir, number):
         self.allowed, self.taken = threading.Semaphore(0), []
+        self.communicators = Communicators(used=False)
         self.rank = TrainerRank(run_dir, threads=1)
         self.rank._rank, self.rank.actor = number, self
         self.perform = SimpleNamespace(remote=lambda *call: asyncio.to_thread(self.rank.perform, *call))

@@ -1,4 +1,5 @@
-"""`actor.optimizer.on_cpu` and `compact`: what they contradict, and why moments in bfloat16 need faster decay."""
+"""`actor.optimizer.on_cpu`, `compact` and `actor.offload`: what they contradict; why moments in bfloat16 need faster
+decay."""
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ RECIPE = RECIPES / "h100_32.yaml"
 ON_CPU, COMPACT = "actor.optimizer.on_cpu=true", "actor.optimizer.compact=weights"
 OFFLOAD = "actor.offload.optimizer_state"
 PLAIN = f"{OFFLOAD}=false"
+SUSPENDED = "actor.offload.communicators=true"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,8 @@ def test_what_goes_together(overrides):
         ([ON_CPU, COMPACT, PLAIN], ["on_cpu", "actor.optimizer.compact"]),
         ([ON_CPU, f"{OFFLOAD}=true"], ["on_cpu", OFFLOAD, "nothing to bring back"]),
         (["actor.optimizer.compact=all"], ["compact = all: betas has 0.999", "0.99", "set weights"]),
+        ([SUSPENDED], ["actor.offload.communicators", "run.mode=colocated on CUDA", "remove it"]),
+        ([SUSPENDED, "run.mode=colocated", "actor.device=cpu"], ["actor.offload.communicators", "on CUDA"]),
         (["actor.optimizer.compact=half"], ["actor.optimizer.compact", "'none', 'weights' or 'all'"]),
     ],
     ids=lambda value: " ".join(value),
@@ -51,6 +55,10 @@ def test_a_contradiction_names_both_keys(overrides, words):
         load_config(RECIPE, overrides)
     for word in words:
         assert word in str(error.value)
+
+
+def test_communicators_can_leave_a_shared_gpu():
+    assert load_config(RECIPES / "h100_32_colocated.yaml", [SUSPENDED]).actor.offload.communicators
 
 
 def halved_after(decay: float, dtype: torch.dtype) -> torch.Tensor:

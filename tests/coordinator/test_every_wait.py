@@ -195,7 +195,7 @@ def test_the_places_on_a_cluster(monkeypatch) -> None:
 def _context(**parts: object) -> Any:
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [f"run.step_deadline_s={SHORT}"])
     waits = Waits()
-    handover = GpuHandover(config.run, None, never, waits, report=print)
+    handover = GpuHandover(config.run, None, None, waits, report=print)
     return SimpleNamespace(
         config=config,
         waits=waits,
@@ -262,7 +262,8 @@ def test_the_handover_of_a_shared_gpu(whose: str) -> None:
         async def nothing() -> list[object]:
             return []
 
-        handover = GpuHandover(config, fleet, nothing, Waits(), report=print)
+        trainer = SimpleNamespace(device_memory=nothing, suspend_communicators=nothing)
+        handover = GpuHandover(config, fleet, trainer, Waits(), report=print)
         handover.trainer_has_it = whose == "servers"
         with pytest.raises(Stalled, match=rf"memory for the {whose}: rollout servers gave no answer within 0\.2 s"):
             await getattr(handover, f"to_{whose}")()

@@ -7,6 +7,7 @@ Torch's own code still decides which group is split from which: only the class b
 - The ranks of a group make the same calls in the same order, with equal shapes and types; else `Mismatch` names both.
 - A single send or receive makes a communicator of its pair; in a batch it uses the whole group's.
 - A call only enqueues. With the emulated device, `wait` orders the device's work and leaves the host alone.
+- A suspended communicator takes no call (`strict_library`).
 - `abort` ends this rank's part and tells nobody. A rank that dies tells nobody either.
 
 Whatever would wait for ever raises `Hang` after `patience_s()`, with who waits for whom in which call.
@@ -28,6 +29,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from tests.emulated import strict_calls as calls
 from tests.emulated import strict_stream
 from tests.emulated.strict_board import Aborted, Board, Hang, Mismatch, StrictError, faults, patience_s
+from tests.emulated.strict_library import library
 from tests.emulated.strict_stream import Communicator, StrictBatch, StrictWork
 
 __all__ = ["Aborted", "Hang", "Mismatch", "StrictError", "faults", "install", "log", "patience_s"]
@@ -99,6 +101,10 @@ class StrictGroup(ProcessGroup):
     def group_name(self) -> str:
         return self.label
 
+    def _comm_ptr(self) -> int:
+        """As torch's: 0 before the group's first call, and of no pair's."""
+        return library.pointer(self) if "all" in self.communicators else 0
+
     def shutdown(self, *_: Any) -> None:
         """What is enqueued is carried out first, as by ProcessGroupNCCL. What never ends stands in `faults`."""
         for communicator in list(self.communicators.values()):
@@ -158,6 +164,8 @@ class StrictGroup(ProcessGroup):
         if self.aborted.is_set():
             raise Aborted(f"{self.label}: rank {self.mine}: {what} after abort")
         where = f"{self.label}: rank {self.mine}: {what}"
+        if (key == "all" or self.batched) and library.is_suspended(self):
+            raise StrictError(f"{where}: on a suspended communicator")
         communicator = self._communicator(key, ranks, what)
         take = partial(strict_stream.device.data, call=where, communicator=communicator)
         inputs, outputs = [take(tensor, written=False) for tensor in reads], [take(t, written=True) for t in writes]

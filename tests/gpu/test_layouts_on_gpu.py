@@ -1,15 +1,19 @@
-"""Layouts of two GPUs over NCCL against one GPU: the gradient of the first call and of the one after an update."""
+"""Layouts of two GPUs over NCCL against one GPU: the gradient of the first call and of the one after an update;
+and what a suspension of their communicators frees."""
 
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.quickstart.supervised import SupervisedObjective
+from megatron_dapo.actor.device.communicators import Communicators
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OptimizerConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, OffloadConfig, OptimizerConfig
 from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import TEMPERATURE, Columns, columns, mini_batch, relative_error, start_actor
 from tests.gpu.place import ON_CPU, save_small
@@ -64,3 +68,46 @@ def test_two_gpus_are_one(on_device, record, layout, bounds, tmp_path):
     }
     record(f"{layout}, {dtype}: gradient against one GPU", errors)
     assert max(errors.values()) < near
+
+
+def with_a_suspension(place: RankPlace, folder: Path, data: Columns, layout: dict[str, Any]) -> dict[str, Any]:
+    """A gradient before and after the communicators were suspended, what this freed and how long it took."""
+    optimizer, offload = OptimizerConfig(lr=1e-4), OffloadConfig(between_phases="all", communicators=True)
+    sizes: dict[str, Any] = {"micro_batch_tokens": 40, "layout": LayoutConfig(**layout)}
+    config = ActorConfig(device="cuda", optimizer=optimizer, offload=offload, **sizes)
+    actor = start_actor(place, folder, config)
+    batch = mini_batch(data, config, without=("reference_log_probs", "correction", "advantages", "old_log_probs"))
+    seen: list[tuple[int, float]] = []
+
+    def look() -> None:
+        torch.cuda.synchronize()
+        seen.append((torch.cuda.mem_get_info()[0], time.monotonic()))
+
+    before = actor.loss_and_gradients(batch, SupervisedObjective(), TEMPERATURE)
+    look()
+    told = actor.communicators.suspend()
+    look()
+    dist.barrier()  # over the default group, as a checkpoint's end
+    look()
+    actor.communicators.resume()
+    look()
+    after = actor.loss_and_gradients(batch, SupervisedObjective(), TEMPERATURE)
+    (full, began), (freed, suspended), (free, begins), (again, resumed) = seen
+    memory = {"told": told, "freed": freed - full, "taken again": free - again}
+    seconds = {"suspend, s": suspended - began, "resume, s": resumed - begins}
+    return {"before": before, "after": after, "figures": memory | seconds}
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2}, {"pipeline": 2}], ids=str)
+def test_suspended_communicators_free_what_they_tell_and_work_afterwards(on_device, record, layout, tmp_path):
+    try:
+        Communicators(used=True)
+    except ValueError as error:  # NCCL before 2.29.7
+        pytest.skip(str(error))
+    folder = save_small(tmp_path, tied=False)
+    found = on_device(with_a_suspension, folder, columns(folder), layout, ranks=2)
+    figures = found["figures"]
+    record(f"{layout}: communicators", figures)
+    assert figures["told"] > 0
+    assert figures["freed"] > 0.9 * figures["told"]
+    assert relative_error(found["after"][1], found["before"][1])[""] < 1e-5
