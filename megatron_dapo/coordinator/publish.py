@@ -13,6 +13,7 @@ from megatron_dapo.monitor.console import Count
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.sender import Sent
 from rollout.weights.transport import SendRequest, Target
+from rollout.wire.client import ServerInfo
 
 
 async def publish_weights(context: RunContext, version: int) -> dict[str, float | int]:
@@ -67,8 +68,9 @@ class TrainerWeights:
         self._context, self._trainer, self._fleet, self._folder = context, context.trainer, context.fleet, folder
         self._changes = context.trainer.weight_changes
         self._written: OnDisk | None = None
+        self._hashed = set[ServerInfo]()
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         config = self._context.config
         on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
         request = SendRequest(
@@ -78,8 +80,12 @@ class TrainerWeights:
             deadline_s=config.rollout.sync_deadline_s,
             backend="nccl" if on_gpu and not self._context.shared_gpu else "gloo",
             api_key_file=key_file(config, self._context.run_dir.path),
+            more=more,
         )
-        return await self._trainer.send_weights(request, self._fleet.kinds)
+        kinds = [info for info in self._fleet.kinds if info not in self._hashed]
+        sent = await self._trainer.send_weights(request, kinds)
+        self._hashed |= sent.checksums.keys()
+        return sent
 
     async def to_disk(self) -> OnDisk | None:
         handover, unchanged = self._context.handover, self._trainer.weight_changes == self._changes

@@ -6,7 +6,7 @@ start of the run are not counted; verdicts are taken to be judged while the serv
 
 By `run.mode`: in `sync` one phase follows the other. In `colocated` all log-probs come after the rollout, and both
 sides move between GPU and host memory. In `async` the servers never wait for the trainer, nor for the slowest response
-of a batch: the step takes as long as the slower side, and the sync, which stops both.
+of a batch: the step takes as long as the slower side, with what of the sync stops it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_dapo.plan.memory import ServerMemory
 from megatron_dapo.plan.rank_state import StateBytes, expert_parameters
 from megatron_dapo.plan.rollout import Fleet, RolloutStep, fill_batches, groups, mean_running_context
 from megatron_dapo.plan.scenario import Scenario, share_gpus
-from megatron_dapo.plan.sync import sync_seconds
+from megatron_dapo.plan.sync import sends, sync_seconds
 from megatron_dapo.plan.trainer_time import PassTime, forward_flops, log_prob_time, matrix_parameters, update_time
 
 WARM_STEPS = 1
@@ -49,6 +49,8 @@ class StepPlan:
 
     optimizer_steps: float
     sync_s: float
+    stopped_s: float
+    """For which the sync stops a server."""
     handover_s: float
     """`colocated`: servers' weights and trainer's state to host memory and back."""
 
@@ -76,7 +78,7 @@ class StepPlan:
         """From batch to batch."""
         training = self.log_prob_s + self.update_s
         if self.overlaps:
-            return max(self.rollout_s - self.tail_s, training) + self.sync_s
+            return max(self.rollout_s - self.tail_s + self.stopped_s, training + self.sync_s)
         return self.rollout_s + training + self.sync_s + self.handover_s
 
     @property
@@ -127,6 +129,7 @@ def plan_step(
         update=PassTime(**{name: fmean(getattr(update, name) for update in updates) for name in names}),
         optimizer_steps=len(updates) / steps,
         sync_s=sync_seconds(case),
+        stopped_s=sync_seconds(case) / sends(case),
         handover_s=handover_seconds(case, memory, state),
         overlaps=config.run.mode == "async",
         generated_tokens=fmean(one.tokens for one in filled),

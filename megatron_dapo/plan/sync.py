@@ -8,7 +8,8 @@ EXPORT_FILE_BYTES = 5 * 10**9
 
 
 def sync_seconds(case: Scenario) -> float:
-    """Of one publish to all servers; a bucket (all but `disk`) is gathered while the one before is sent.
+    """Of one publish to all servers; a bucket (all but `disk`) is gathered while the one before is sent. Half of the
+    servers after the other, all of it is done twice.
 
     What runs on a GPU at its memory's speed (a server's copies; checksums there, where a broadcast takes longer) is not
     counted.
@@ -36,7 +37,13 @@ def sync_seconds(case: Scenario) -> float:
             send *= constants.changed_share + 1 / 8 / case.dtype_bytes  # a bit for each value
             send = max(send, model / constants.hash_bandwidth, model / constants.host_bandwidth)
     first = bucket_bytes(case) / model
-    return max(gather + first * send, send + first * gather)
+    return sends(case) * max(gather + first * send, send + first * gather)
+
+
+def sends(case: Scenario) -> int:
+    """Of a publish, one after the other: to each half of the servers by `rollout.on_publish`."""
+    rolling = case.config.rollout.on_publish != "restart" and case.weight_sync in ("distributed", "delta")
+    return 2 if rolling and case.servers > 1 else 1
 
 
 def readers_of_a_node(servers: float, gpus: int, constants: Calibration) -> float:

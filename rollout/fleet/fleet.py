@@ -118,7 +118,7 @@ class RolloutFleet:
         return await self._publisher.publish(weights, weight_version)
 
     async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
-        """The same for weights that the trainer sends from its memory. The servers are paused before it begins.
+        """The same for weights that the trainer sends from its memory, to servers that are paused before it begins.
 
         A server that is restarted, or that did not get all of them, reads them from a folder that the trainer writes
         for it.

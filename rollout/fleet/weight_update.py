@@ -4,8 +4,9 @@
               folder) -> per server: read the folder if nothing came -> compare checksums -> resume -> open the balancer
 
 That is `rollout.on_publish` restart. With recompute and keep the balancer stays open, and each server has a gate, where
-its requests keep their places: closed before the pause, open again when it resumes. Weights in a folder then go to half
-of the servers at a time, so that the fleet never stands still.
+its requests keep their places: closed before the pause, open again when it resumes. Half of the servers then get the
+weights at a time, so that the fleet never stands still. What is sent goes first to the first half of the fleet, down or
+not, then to the other: each keeps its process group.
 
 A server is always stopped by ending its requests, never by SGLang's pause of running ones (`in_place`, `retract`):
   - Nobody would know which weights drew a token. The scheduler holds up to `stream_every` tokens back, and
@@ -51,7 +52,7 @@ class PublishReport:
     servers: Mapping[str, int]
     """{url: checksums compared, over all ranks} of the servers that serve them."""
     bytes: int
-    """Read from a folder, or sent once."""
+    """Read from a folder, or sent: once, or once to each half of the servers."""
     changed: float = 1.0
     """Share of the weights' values that these are."""
     by_disk: Mapping[str, str]
@@ -65,9 +66,9 @@ class PublishReport:
 class WeightStream(Protocol):
     """Weights in the trainer's memory."""
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
-        """Into servers that are paused. The answer names the servers that failed, and has the checksums of each kind
-        of server."""
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
+        """Into servers that are paused; `more`: others will be sent the same. The answer names the servers that failed,
+        and has the checksums of each kind of server that no earlier answer had."""
 
     async def to_disk(self) -> "OnDisk | None":
         """The same weights as a folder; None when the trainer has other ones by now."""
@@ -238,7 +239,9 @@ class Publisher:
         self, serving: Sequence[Member], published: Published, sent: Sent
     ) -> tuple[Mapping[Member, int | None], Sent]:
         """{server: checksums compared}, and what was sent; `sent`: if nothing had to be."""
-        if self.config.on_publish != "restart" and isinstance(published.weights, OnDisk):
+        if self.config.on_publish == "restart":
+            return await self._wave(serving, published, sent)
+        if isinstance(published.weights, OnDisk):
             half = asyncio.Semaphore(max(1, len(serving) // 2))
 
             async def in_turn(member: Member) -> int | None:
@@ -248,8 +251,27 @@ class Publisher:
                     return await self._finish(member, published, await self._pause(published, member), sent)
 
             return await self._each(serving, published, in_turn), sent
-        paused = await self._each(serving, published, partial(self._pause, published))
-        sent = await self._send(published, paused) or sent
+        members, middle = self.balancer.members, len(self.balancer.members) // 2
+        begin, rest = ([each for each in half if each in serving] for half in (members[:middle], members[middle:]))
+        if not (begin and rest):
+            return await self._wave(serving, published, sent)
+        updated, sent = await self._wave(begin, published, sent, more=True)
+        if rest := [each for each in rest if each.serving and each not in published.verified]:
+            others, sent_then = await self._wave(rest, published, sent)
+            updated, sent = {**updated, **others}, sent.then(sent_then)
+        return updated, sent
+
+    async def _wave(
+        self, members: Sequence[Member], published: Published, sent: Sent, *, more: bool = False
+    ) -> tuple[Mapping[Member, int | None], Sent]:
+        """`_update` of all these servers at once; `more`: others follow."""
+        paused = await self._each(members, published, partial(self._pause, published))
+        if not isinstance(published.weights, OnDisk):
+            with ExitStack() as stack:
+                for member in paused:
+                    stack.enter_context(member.busy())
+                sent = await published.weights.send(tuple(paused.values()), published.label, more=more)
+            published.known_checksums |= sent.checksums
 
         async def finish(member: Member) -> int | None:
             return await self._finish(member, published, paused[member], sent)
@@ -325,17 +347,6 @@ class Publisher:
         if flush:
             await member.client.flush_cache()  # waits until all have ended
         await member.client.pause()
-
-    async def _send(self, published: Published, paused: Mapping[Member, Target]) -> Sent | None:
-        """From the trainer's memory into all paused servers; None for weights in a folder."""
-        if isinstance(published.weights, OnDisk):
-            return None
-        with ExitStack() as stack:
-            for member in paused:
-                stack.enter_context(member.busy())
-            sent = await published.weights.send(tuple(paused.values()), published.label)
-        published.known_checksums |= sent.checksums
-        return sent
 
     async def _finish(self, member: Member, published: Published, target: Target, sent: Sent) -> int | None:
         """Lets a paused server serve again, once it has the weights and they are verified. A server that was not sent

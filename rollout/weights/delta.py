@@ -4,7 +4,7 @@
 import base64
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,30 +16,43 @@ from rollout.weights.changes import encode
 from rollout.weights.transport import Clients, Failure, GroupTransport, SendRequest, Sent
 
 
+@dataclass
+class Base:
+    """The weights that servers hold, in host memory; the same for every group of a trainer. They are replaced by those
+    of a publish while its last servers are sent to."""
+
+    buckets: dict[str, Tensor] = field(default_factory=dict)
+    """By the name of a bucket's first tensor, its bytes."""
+    label: str | None = None
+    """The servers' name of them; None: they are of more than one version."""
+
+
 class DeltaTransport(GroupTransport):
-    """A process group that keeps the weights which its servers hold, in host memory, and sends what differs from them.
+    """A process group that sends what differs from the weights which its servers hold.
 
     A bucket goes whole in the first publish of a group, and where that is better (`encode`). So does everything after a
     publish that did not end well, or unless every server was verified to hold those weights.
     """
 
-    def __init__(self, request: SendRequest, device: torch.device) -> None:
+    def __init__(self, request: SendRequest, device: torch.device, base: Base) -> None:
         super().__init__(request, device)
-        self._held: dict[str, Tensor] = {}
-        """By the name of a bucket's first tensor, its bytes."""
+        self._base = base
         self._before: dict[str, Tensor] = {}
-        """Those of the next bucket, on their way to the device."""
-        self._label: str | None = None
-        """The servers' name of the weights that are held; None: of more than one version."""
+        """Of the next bucket, on its way to the device."""
+        self._complete, self._whole = False, True
+        """Whether the last publish of this group ended well; whether nothing of this one can be left out."""
         self._up, self._down = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._unchanged = self._saved = 0
 
     async def join(self, clients: Clients) -> dict[str, Failure]:
         """As `GroupTransport.join`."""
-        if self._label is None or any(target.holds != self._label for target in self.targets):
-            self._held.clear()
-        self._label, self._unchanged, self._saved = None, 0, 0
-        self._fetch(next(iter(self._held), ""))
+        base = self._base
+        known = self._complete and base.label is not None
+        self._whole = not known or any(target.holds != base.label for target in self.targets)
+        self._complete, self._unchanged, self._saved = False, 0, 0
+        if not self.more:
+            base.label = None
+        self._fetch(next(iter(base.buckets), ""))
         return await super().join(clients)
 
     async def send(self, buffer: Tensor, bucket: Any, clients: Clients, label: str | None) -> dict[str, Failure]:
@@ -50,8 +63,9 @@ class DeltaTransport(GroupTransport):
         before = self._before.pop(name, None)
         changes = None if before is None else encode(buffer.view(dtype), before.view(dtype))
         del before  # both have been compared by now, so its memory may be that of the next one
-        self._keep(name, buffer)
-        self._fetch(dict(pairwise(self._held)).get(name, ""))
+        if not self.more:
+            self._keep(name, buffer)
+        self._fetch(dict(pairwise(self._base.buckets)).get(name, ""))
         if changes is None:
             failures = await super().send(buffer, bucket, clients, label)
         else:
@@ -61,7 +75,9 @@ class DeltaTransport(GroupTransport):
             failures = await self._beside(self._calls(bucket, data.numel(), counts, clients, label), data, name)
         if self._down is not None:
             self._down.synchronize()  # the buffer may be used again from here on
-        self._label = None if failures else label
+        self._complete = label is not None and not failures
+        if not self.more:
+            self._base.label = label if self._complete else None
         return failures
 
     def left_out(self, sent: Sent) -> Sent:
@@ -80,15 +96,15 @@ class DeltaTransport(GroupTransport):
 
     def _keep(self, name: str, buffer: Tensor) -> None:
         """For the next publish, beside what follows."""
-        if name not in self._held:
-            self._held[name] = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
+        if name not in self._base.buckets:
+            self._base.buckets[name] = torch.empty_like(buffer, device="cpu", pin_memory=buffer.is_cuda)
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(buffer.device))  # the bucket is filled
         with torch.cuda.stream(self._down):
-            self._held[name].copy_(buffer, non_blocking=True)
+            self._base.buckets[name].copy_(buffer, non_blocking=True)
 
     def _fetch(self, name: str) -> None:
         """Begins to bring what is held of a bucket to the device, beside what is still done with the one before."""
-        held = self._held.get(name)
+        held = None if self._whole else self._base.buckets.get(name)
         with torch.cuda.stream(self._up):
             self._before = {} if held is None else {name: held.to(self._device, non_blocking=True)}

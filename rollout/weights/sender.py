@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import ChecksumStream
-from rollout.weights.delta import DeltaTransport
+from rollout.weights.delta import Base, DeltaTransport
 from rollout.weights.transport import (
     Clients,
     Failure,
@@ -35,24 +35,29 @@ Gather = Callable[[Any], Sequence[Any]] | None
 
 
 class GroupCache:
-    """Keeps the process group from one publish to the next, as long as the servers are the same."""
+    """Keeps process groups from one publish to the next, as long as the servers of each are the same."""
 
     def __init__(self) -> None:
-        self._group: GroupTransport | None = None
+        self._groups: list[GroupTransport] = []
+        self._base = Base()
 
     async def get(self, request: SendRequest, clients: Clients, device: torch.device) -> GroupTransport:
-        """The group of the request's servers. A group of other servers is left, and ended at those of `clients`."""
-        before, self._group = self._group, None
-        if before is not None and (before.broken or before.targets != request.targets):
+        """The group of the request's servers. Any other that one of them is in is left, and ended at those of
+        `clients`."""
+        places = {target.index for target in request.targets}
+        for before in [each for each in self._groups if places & {target.index for target in each.targets}]:
+            if before.targets == request.targets and not before.broken:
+                before.targets, before.more = request.targets, request.more  # the same, but for what they hold
+                return before
+            self._groups.remove(before)
             before.close()
             if not before.broken:  # of a broken one a server could wait for ever in this call
                 ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
                 await failures_of(ends)
-            before = None
-        kind = DeltaTransport if request.transport == "delta" else GroupTransport
-        self._group = before or kind(request, device)
-        self._group.targets = request.targets  # the same, but for what they hold
-        return self._group
+        delta = request.transport == "delta"
+        made = DeltaTransport(request, device, self._base) if delta else GroupTransport(request, device)
+        self._groups.append(made)
+        return made
 
 
 class WeightSender:

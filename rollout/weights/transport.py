@@ -81,6 +81,8 @@ class SendRequest:
     backend: Literal["nccl", "gloo"]
     """Of a process group."""
     api_key_file: Path | None
+    more: bool = False
+    """Whether other servers are sent the same weights next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,15 @@ class Sent:
     """By URL, the servers that hold only some of the buckets, or none."""
     checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
     """Of the trainer's weights, as each kind of server should have them."""
+
+    def then(self, other: "Sent") -> "Sent":
+        """Both sends, of the same weights to different servers."""
+        return Sent(
+            bytes=self.bytes + other.bytes,
+            changed=(self.changed + other.changed) / 2,
+            failures={**self.failures, **other.failures},
+            checksums={**self.checksums, **other.checksums},
+        )
 
 
 class SharedMemoryTransport:
@@ -213,7 +224,7 @@ class GroupTransport:
 
     def __init__(self, request: SendRequest, device: torch.device) -> None:
         """`device`: where buckets are filled: that of the trainer's weights."""
-        self.targets = request.targets
+        self.targets, self.more = request.targets, request.more
         self.broken = False
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
         """The servers' name of the group."""

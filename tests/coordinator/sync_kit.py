@@ -62,7 +62,7 @@ class PoolTrainer:
         self.written = 0
         self.sent: Sent | None = None
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         request = SendRequest(
             transport=self.transport,  # type: ignore[arg-type]
             targets=tuple(targets),
@@ -70,6 +70,7 @@ class PoolTrainer:
             deadline_s=self.deadline_s,
             backend=self.backend,
             api_key_file=None,
+            more=more,
         )
         kinds = list(dict.fromkeys(target.info for target in targets))
         where = (self.place.get("device", "cpu"), self.place.get("dtype", "float32"), self.quantization)

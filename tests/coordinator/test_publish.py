@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,13 +35,18 @@ class Recorded(Trainer):
         super().__init__(config, None, Path(), Waits(), use_gpu=use_gpu)  # type: ignore[arg-type]
         self.asked: list[str] = []
         self.requests: list[SendRequest] = []
+        self.hashed: list[tuple[ServerInfo, ...]] = []
 
     async def _everyone(self, name: str, call: Callable[..., object]) -> Any:
         self.asked.append(name)
         if name == "send":
-            sending = SimpleNamespace(send=lambda request, _: self.requests.append(request))
-            call(SimpleNamespace(weights=sending))
-        return {"write": {}, "send": Sent()}.get(name)
+            call(SimpleNamespace(weights=SimpleNamespace(send=self._sends)))
+            return Sent(checksums={kind: {} for kind in self.hashed[-1]})
+        return {"write": {}}.get(name)
+
+    def _sends(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> None:
+        self.requests.append(request)
+        self.hashed.append(tuple(kinds))
 
 
 def weights(trainer: Trainer, *, transport: str = "distributed", shared_gpu: bool = False) -> TrainerWeights:
@@ -140,11 +145,29 @@ def test_the_request_names_what_the_group_is_made_of(
 ) -> None:
     async def test() -> None:
         trainer = Recorded(use_gpu=use_gpu)
-        await weights(trainer, shared_gpu=shared).send([Target(url="http://a:1", info=info, restarts=2)], "3")
+        target = Target(url="http://a:1", info=info, restarts=2)
+        await weights(trainer, shared_gpu=shared).send([target], "3", more=False)
         (request,) = trainer.requests
         assert (request.transport, request.backend, request.label) == ("distributed", backend, "3")
         assert (request.deadline_s, request.api_key_file) == (7.0, Path("/run/.server-key"))
         assert request.targets[0].restarts == 2
+
+    asyncio.run(test())
+
+
+def test_checksums_are_computed_once_for_both_halves_of_the_servers() -> None:
+    """And for a kind of server that appears between them, and anew for the next weights."""
+
+    async def test() -> None:
+        trainer = Recorded()
+        context = context_of(trainer, "distributed", False)
+        first, second = (TrainerWeights(context, Path("weights/v3"), "distributed") for _ in range(2))
+        await first.send([], "3", more=True)
+        context.fleet.kinds = (CPU, GPU)
+        await first.send([], "3", more=False)
+        await second.send([], "4", more=False)
+        assert [request.more for request in trainer.requests] == [True, False, False]
+        assert trainer.hashed == [(CPU,), (GPU,), (CPU, GPU)]
 
     asyncio.run(test())
 
@@ -250,7 +273,7 @@ def test_what_a_publish_does_in_whose_turn(tmp_path: Path, mode: str, lost: int)
         members = [SimpleNamespace(weight_version=3) for _ in range(2)]
 
         async def publish_stream(weights: TrainerWeights, version: int) -> PublishReport:
-            await weights.send([Target(url="http://a:1", info=GPU, restarts=0)], str(version))
+            await weights.send([Target(url="http://a:1", info=GPU, restarts=0)], str(version), more=False)
             served = {f"http://{at}": 1 for at in range(2 - lost)}
             return PublishReport(servers=served, bytes=1, by_disk={}, standstill_s=0.0, stopped_s=0.0)
 

@@ -145,8 +145,8 @@ class Planted(PoolTrainer):
 
     wrong: Callable[[], Any]
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
-        sent = await super().send(targets, label)
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
+        sent = await super().send(targets, label, more=more)
         await self.wrong()
         return sent
 
@@ -185,7 +185,7 @@ class Killed(PoolTrainer):
         links = (link for links in Path("/proc").glob("[0-9]*/fd") for link in _links(links))
         return any("rollout-weights" in link for link in links)
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         groups = _groups(self.victim)
 
         async def strike() -> None:
@@ -196,7 +196,7 @@ class Killed(PoolTrainer):
 
         striking = asyncio.ensure_future(strike())
         try:
-            return await super().send(targets, label)
+            return await super().send(targets, label, more=more)
         finally:
             await striking
 

@@ -193,7 +193,7 @@ class PlayedTrainer:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         request = SendRequest(
             transport="distributed",
             targets=tuple(targets),
@@ -201,6 +201,7 @@ class PlayedTrainer:
             deadline_s=self.deadline_s,
             backend=self.backend,  # type: ignore[arg-type]
             api_key_file=None,
+            more=more,
         )
         kinds = tuple(dict.fromkeys(target.info for target in targets))
         order = Order(request=request, kinds=kinds, folder=self.folder)

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -64,8 +65,10 @@ def save_weights(folder: Path, seed: int) -> Path:
 
 
 @asynccontextmanager
-async def played_fleet(engines: Sequence[PlayedEngine], *, deadline_s: float = 60.0) -> AsyncIterator[RolloutFleet]:
-    config = RolloutConfig(request_deadline_s=60.0, fleet_deadline_s=60.0, sync_deadline_s=deadline_s)
+async def played_fleet(
+    engines: Sequence[PlayedEngine], *, deadline_s: float = 60.0, **settings: Any
+) -> AsyncIterator[RolloutFleet]:
+    config = RolloutConfig(request_deadline_s=60.0, fleet_deadline_s=60.0, sync_deadline_s=deadline_s, **settings)
     fleet = RolloutFleet(config, engines, vocab_size=200, report=print, timing=CALM)
     await fleet.start(60.0)
     try:

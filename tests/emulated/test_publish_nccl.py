@@ -14,11 +14,13 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [(1, (1,)), (2, (1, 1)), (4, (2, 1))],
-    ids=["1-rank-1-server", "2-ranks-2-servers", "4-ranks-servers-of-2-and-1"],
+    ("ranks", "parallel", "on_publish"),
+    [(1, (1,), "restart"), (2, (1, 1), "restart"), (4, (2, 1), "restart"), (2, (1, 2), "recompute")],
+    ids=["1-rank-1-server", "2-ranks-2-servers", "4-ranks-servers-of-2-and-1", "2-ranks-a-group-for-each-half"],
 )
-def test_all_servers_hold_what_was_sent_twice_over_one_group(tmp_path: Path, ranks: int, parallel: tuple) -> None:
+def test_all_servers_hold_what_was_sent_twice_over_one_group(
+    tmp_path: Path, ranks: int, parallel: tuple, on_publish: str
+) -> None:
     folders = [save_weights(tmp_path / f"weights{seed}", seed) for seed in (1, 2)]
 
     async def test() -> None:
@@ -28,7 +30,7 @@ def test_all_servers_hold_what_was_sent_twice_over_one_group(tmp_path: Path, ran
         # What hangs is reported before the deadline, by who waits for whom.
         trainer = PlayedTrainer(folders[0], ranks, deadline_s=30.0, patience_s=20.0)
         try:
-            async with played_fleet(engines) as fleet:
+            async with played_fleet(engines, on_publish=on_publish) as fleet:
                 for version, folder in enumerate(folders, 1):
                     trainer.folder = folder
                     report = await fleet.publish_stream(trainer, version)

@@ -94,12 +94,15 @@ def test_servers_write_while_the_actor_trains_within_the_staleness_bound(run, re
     assert max(step["staleness/kl"] for step in stale) > max(step.get("mismatch/kl", 0.0) for step in steps)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "keep"])
-def test_a_publish_while_servers_write(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "way"), [("recompute", "disk"), ("keep", "disk"), ("recompute", "distributed"), ("keep", "delta")]
+)
+def test_a_publish_while_servers_write(tmp_path: Path, mode: str, way: str) -> None:
     """One of two servers always draws; ledger and staleness bound hold; `recompute` agrees with the trainer."""
     run_dir = tmp_path / "run"
     servers = ("rollout.servers=2", "rollout.max_running_requests=16", "rollout.deterministic=false")
-    finished = start(run_dir, *ASYNC, *servers, f"rollout.on_publish={mode}").finish(400)
+    ways = (f"rollout.on_publish={mode}", f"rollout.weight_sync={way}")
+    finished = start(run_dir, *ASYNC, *servers, *ways).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     steps = read_metrics(run_dir)
@@ -108,3 +111,8 @@ def test_a_publish_while_servers_write(tmp_path: Path, mode: str) -> None:
     for step in steps:
         assert step["weight_sync/standstill"] == 0 < step["weight_sync/stopped"] < 1
         assert mode == "keep" or step.get("mismatch/max_abs", 0.0) < 1e-3
+    if way != "disk":
+        assert "it reads from disk" not in finished.output
+        assert not (run_dir / "weights").exists()
+        logs = [(run_dir / "logs" / f"server{at}.log").read_text() for at in range(2)]
+        assert [log.count("init custom process group") for log in logs] == [1, 1], "each half keeps its own"

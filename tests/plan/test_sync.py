@@ -71,6 +71,21 @@ def test_changes_cost_the_slowest_of_gathering_hashing_sending_them_and_fetching
     assert seconds("delta", constants) >= MODEL / constants.host_bandwidth
 
 
+@pytest.mark.parametrize(("way", "sends"), [("distributed", 2), ("delta", 2), ("disk", 1)])
+def test_half_of_the_servers_after_the_other_costs_the_trainer_two_sends_and_a_server_one(constants, way, sends):
+    """By hand, from the plan that stops all. Only where the trainer limits the step is it longer."""
+    assert seconds(way, constants, on_publish="keep") == pytest.approx(sends * seconds(way, constants))
+    assert seconds(way, constants, on_publish="keep", servers=1) == seconds(way, constants, servers=1)
+    for servers, trainer_limits in ((2, False), (8, True)):
+        case = Scenario(changed(recipe(way, servers=servers), {"run.mode": "async"}), HF, constants)
+        together = make_plan(case, steps=1).step
+        halves = make_plan(case.changed({"rollout.on_publish": "recompute"}), steps=1).step
+        stop, training = together.sync_s, together.log_prob_s + together.update_s
+        assert halves.stopped_s == together.stopped_s == pytest.approx(stop)
+        assert (together.rollout_s - together.tail_s < training) == trainer_limits
+        assert halves.seconds - together.seconds == pytest.approx((sends - 1) * stop if trainer_limits else 0, abs=1e-6)
+
+
 def colocated(**changes) -> Scenario:
     recipe = changed(load_config(RECIPES / "h100_32_colocated.yaml"), changes)
     return Scenario(recipe, HF, load_calibration())

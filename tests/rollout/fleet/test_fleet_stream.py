@@ -29,12 +29,15 @@ class FromMemory:
         self.may_write.set()
         self.while_sending: Callable[[], None] = lambda: None
         self.sent: list[tuple[str, ...]] = []
+        self.more: list[bool] = []
+        self.seconds = 0.05
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         self.sent.append(tuple(target.url for target in targets))
+        self.more.append(more)
         by_url = {server.url: server for server in self.servers}
         self.while_sending()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(self.seconds)
         for target in targets:
             server = by_url.get(target.url)
             if server is not None and target.url not in self.fails:
@@ -234,11 +237,11 @@ def test_a_server_restarted_while_the_others_are_sent_to_is_left_to_its_supervis
             stream = FromMemory(folders[0], *servers)
             old, both = servers[0].url, stream.send
 
-            async def slow(targets: Sequence[Target], label: str) -> Sent:
+            async def slow(targets: Sequence[Target], label: str, *, more: bool) -> Sent:
                 stream.fails = {old: Failure(reason="connection reset", answers=False)}
                 await servers[0].die()
                 await until(lambda: servers[0].starts == 2 and fleet.members[0].state == "ready")
-                return await both(targets, label)
+                return await both(targets, label, more=more)
 
             stream.send = slow  # type: ignore[method-assign]
             report = await fleet.publish_stream(stream, 1)

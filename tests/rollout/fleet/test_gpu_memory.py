@@ -38,7 +38,7 @@ class FromMemory:
     def __init__(self, folder: Path, *failing: str) -> None:
         self.folder, self.failing = folder, failing
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         failed = {each.url: Failure(reason="lost", answers=False) for each in targets if each.url in self.failing}
         return Sent(bytes=1, failures=failed, checksums={INFO: expected_checksums(self.folder, INFO)})
 

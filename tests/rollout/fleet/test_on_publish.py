@@ -1,7 +1,7 @@
 """`rollout.on_publish` with stand-ins: who stands still, which weights draw which token, and servers that fail."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ import pytest
 from rollout.errors import ServerRefused, ServerUnfit, WeightMismatch
 from rollout.fleet.fleet import RolloutFleet
 from rollout.generation import FinishReason, Generation, ThinkingLimit
-from rollout.weights.checksums import expected_checksums
-from rollout.weights.sender import Sent
 from tests.rollout.fleet_kit import FAST, check_tokens, fleet_of, request, run, until
-from tests.rollout.standin import INFO, StandIn
+from tests.rollout.standin import StandIn
 
 ROLLING = ["recompute", "keep"]
 
@@ -223,35 +221,6 @@ def test_no_server_serves_what_is_refused_or_not_verified(folders: list[Path], m
     async def test() -> None:
         await publish(lambda server: setattr(server, "refuse_updates", True), ServerRefused)
         await publish(lambda server: setattr(server, "corrupt", "model.layers.0.mlp.down_proj.weight"), WeightMismatch)
-
-    run(test)
-
-
-@pytest.mark.parametrize("mode", ROLLING)
-def test_what_the_trainer_sends_reaches_all_at_once(folders: list[Path], mode: str) -> None:
-    """`tensor` and `distributed`: the fleet stands still, but each response keeps its place and goes on there."""
-
-    async def test() -> None:
-        servers = [StandIn(seconds_a_token=0.01) for _ in range(3)]
-
-        class Stream:
-            async def send(self, targets: Any, label: str) -> Sent:
-                assert all(server.paused and not server.running for server in servers)
-                for server in servers:
-                    server.loaded, server.label = folders[1], label
-                return Sent(bytes=1, checksums={fleet.kinds[0]: expected_checksums(folders[1], INFO)})
-
-            to_disk: Callable[[], Awaitable[None]]
-
-        async with fleet_of(*servers, max_running_requests=2, on_publish=mode) as fleet:
-            await fleet.publish(folders[0], 1)
-            tasks = await drawing(fleet, servers, 6)
-            report = await fleet.publish_stream(Stream(), 2)  # type: ignore[arg-type]
-            answers = await asyncio.gather(*tasks)
-        checked(answers)
-        assert report.standstill_s > 0
-        assert all(set(answer.weight_versions) == {1, 2} for answer in answers)
-        assert [len(server.prompts) for server in servers] == [4, 4, 4]
 
     run(test)
 

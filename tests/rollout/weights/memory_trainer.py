@@ -24,7 +24,7 @@ class MemoryTrainer:
     ) -> None:
         """`folder`: where the model begins, and where `to_disk` writes."""
         self.folder, self.bucket_bytes, self.deadline_s = folder, bucket_bytes, 60.0
-        self.api_key_file = api_key_file
+        self.api_key_file, self.transport = api_key_file, "delta"
         self.device = torch.device(device)
         self.tensors = load_file(folder / "model.safetensors", device=device)
         self.config = json.loads((folder / "config.json").read_text())
@@ -54,14 +54,15 @@ class MemoryTrainer:
                     parts,
                 )
 
-    def send_now(self, targets: Sequence[Target], label: str, *, transport: str = "delta") -> Sent:
+    def send_now(self, targets: Sequence[Target], label: str, *, more: bool = False) -> Sent:
         request = SendRequest(
-            transport=transport,  # type: ignore[arg-type]
+            transport=self.transport,  # type: ignore[arg-type]
             targets=tuple(targets),
             label=label,
             deadline_s=self.deadline_s,
             backend="gloo",
             api_key_file=self.api_key_file,
+            more=more,
         )
         kinds = list(dict.fromkeys(target.info for target in targets))
         with (
@@ -81,8 +82,8 @@ class MemoryTrainer:
         """Copies, as they are now."""
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    async def send(self, targets: Sequence[Target], label: str) -> Sent:
-        return await asyncio.to_thread(self.send_now, targets, label)
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
+        return await asyncio.to_thread(self.send_now, targets, label, more=more)
 
     async def to_disk(self) -> OnDisk | None:
         save_file(dict(self.held()), self.folder / "model.safetensors", {"format": "pt"})
