@@ -172,7 +172,9 @@ def undisturbed_as_shipped(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(("victim", "count"), [("coordinator", 4), ("coordinator", 11), ("trainer", 11), ("server", 11)])
+@pytest.mark.parametrize(
+    ("victim", "count"), [("coordinator", 4), ("coordinator", 11), ("trainer", 11), ("server", 11)]
+)
 def test_a_kill_changes_nothing_of_the_quickstart_in_its_own_layout(undisturbed_as_shipped, tmp_path, victim, count):
     """Data parallel, with two servers: a prompt's responses may come from the other one after a loss."""
     output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *SHIPPED)
