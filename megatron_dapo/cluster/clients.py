@@ -27,13 +27,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_dapo.cluster.trainer import in_words
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.episodes import Play, Rules, drawn_turns, turn_of
-from megatron_dapo.experience.generator import EngineAborted, Unjudged, complete, play_turns
+from megatron_dapo.experience.generator import complete, play_turns
 from reward.config import RewardConfig
 from reward.environment import Episode, Stepped
 from reward.pool.pool import RewardPool
-from reward.verdict import PoolError
 from rollout.config import RolloutConfig
-from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.lease import Drawn, Lease
@@ -47,38 +45,30 @@ from rollout.wire.client import SglangClient
 
 CALLS = 1_000_000
 """Of a process at a time: each play is one."""
-PING_S, SILENT_S = 5.0, 20.0
-"""Between two questions to a process, and for its answer; past that it is ended, and another one started."""
-START_S = 180.0
-"""For the first answer of a process that takes the place of a lost one."""
+PING_S, SILENT_S = 5.0, 120.0
+"""Between two questions to a process, and for its answer, its start too; past that another one takes its place."""
 LOOK_S = 10.0
 """For how far its plays are; past that what was known before stands."""
 END_S = 10.0
 """For a play to end that nobody waits for any more."""
 
-OF_A_PLAY = (RolloutError, EngineAborted, Unjudged, PoolError, ValueError)
-"""What an answer may say instead of a result; any other error is a fault of ours."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a process is made of, besides its order."""
+    """What a process needs besides what the fleet knows."""
 
-    rollout: RolloutConfig
-    timing: Timing
     reward: RewardConfig
-    vocab_size: int
     decoder: Decoder
     rules: Rules
     thinking: ThinkingLimit | None
     key_file: Path | None
     """Of the servers' API key."""
 
-    def shared(self) -> RewardConfig:
-        """Of a process's own environments."""
-        count, remote = self.rollout.client_processes, self.reward.remote_environment
-        remote = replace(remote, connections=max(1, remote.connections // count))
-        workers = max(1, self.reward.environment_workers // count)
+    def shared(self, processes: int) -> RewardConfig:
+        """For the environments of one of so many."""
+        remote = self.reward.remote_environment
+        remote = replace(remote, connections=max(1, remote.connections // processes))
+        workers = max(1, self.reward.environment_workers // processes)
         return replace(self.reward, environment_workers=workers, remote_environment=remote)
 
 
@@ -95,9 +85,8 @@ class _Away:
     lease: Lease
     member: Member
     loop: RequestLoop
-    parts: list[ServedPart]
     since: int | None
-    """`Lease.since`, until the turn under way is at the server."""
+    """As in `Drawn`."""
     response: Response | None = None
     """The turn that is at the server."""
     begun: Generation | None = None
@@ -115,26 +104,31 @@ class _Away:
 class ClientProcess:
     """Body of the Ray actor."""
 
-    def __init__(self, setup: Setup, folder: str, paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        rollout: RolloutConfig,
+        timing: Timing,
+        vocab_size: int,
+        folder: str,
+        paths: Sequence[str],
+    ) -> None:
         """`folder`, `paths`: the coordinator's working directory and `sys.path`, for the user's environments."""
         os.chdir(folder)
         sys.path += [path for path in paths if path not in sys.path]
         self._setup = setup
-        self._pool = RewardPool(setup.shared(), judges=False)
-        key = None if setup.key_file is None else read_key(setup.key_file)
-        deadlines = {"request_deadline_s": setup.rollout.request_deadline_s}
-        deadlines["control_deadline_s"] = setup.timing.control_deadline_s
-        self._connect = partial(SglangClient, api_key=key, **deadlines)
+        self._pool = RewardPool(setup.shared(rollout.client_processes), judges=False)
+        key, control_s = None if setup.key_file is None else read_key(setup.key_file), timing.control_deadline_s
+        deadline_s = rollout.request_deadline_s
+        self._connect = partial(SglangClient, request_deadline_s=deadline_s, control_deadline_s=control_s, api_key=key)
+        self._loop = partial(RequestLoop, rollout, timing, Balancer((), 1), vocab_size)
         self._members: dict[str, Member] = {}
         self._away: dict[int, _Away] = {}
         self._asked: dict[int, asyncio.Task[Stepped]] = {}
         """Environments that are still asked for plays that were stopped, by their numbers."""
 
-    async def ready(self) -> None:
-        """Answers."""
-
     async def play(self, order: bytes) -> bytes:
-        """Goes on with a play until it is over or stopped; how far it is then."""
+        """Goes on with a play until it is over or stopped; how far it is then. Raises as `play_turns`, `attempt`."""
         number, place, lease, prompt, whole, thinks, carried, begun = pickle.loads(order)
         if thinks:
             whole = replace(whole, sampling=replace(whole.sampling, thinking=self._setup.thinking))
@@ -145,31 +139,23 @@ class ClientProcess:
             turns = zip(play.earlier, drawn_turns(play.before), strict=False)
             play.said = [turn_of(turn, ids) for turn, ids in turns]
         parts: list[ServedPart] = []
-        member, setup = self._member(lease), self._setup
-        loop = RequestLoop(setup.rollout, setup.timing, Balancer((), 1), setup.vocab_size, parts.append)
-        away = self._away[number] = _Away(number, play, lease, member, loop, parts, lease.since)
+        member = self._member(lease)
+        away = self._away[number] = _Away(number, play, lease, member, self._loop(parts.append), lease.since)
         turn, ask = partial(self._turn, away), partial(self._ask, away)
-        away.task = asyncio.ensure_future(play_turns(place, play, turn, ask, setup.decoder))
-        over, error = False, None
+        away.task = asyncio.ensure_future(play_turns(place, play, turn, ask, self._setup.decoder))
+        over = False
         try:
             await away.task
             over = True
         except (Stopped, asyncio.CancelledError):
             pass
-        except OF_A_PLAY as its:
-            error = its
         finally:
             del self._away[number]
-        if away.failure is None:  # else the server may not answer them
-            await loop.aborted()
-        since = away.since
         if away.response is not None and away.response.home is not None:
-            since = away.response.home[1]
-        state = member.state
-        if state is not State.READY:  # whether it serves, the coordinator finds out
-            member.enter(State.READY)
-        drawn = Drawn(over=over, failure=away.failure, state=state, since=since, parts=tuple(parts))
-        return pickle.dumps((drawn, play.carried(), away.drawn(), error), protocol=5)
+            away.since = away.response.home[1]
+        drawn = Drawn(over=over, failure=away.failure, state=member.state, since=away.since, parts=tuple(parts))
+        member.enter(State.READY)  # whether it serves, the coordinator finds out
+        return pickle.dumps((drawn, play.carried(), away.drawn()), protocol=5)
 
     async def stop(self, url: str, lost: bool) -> None:
         """Ends what is drawn at a server, whose requests the coordinator ends too, unless it is lost."""
@@ -182,13 +168,13 @@ class ClientProcess:
             if lost or away.response is None:
                 self._cancel(away)
 
-    async def drop(self, numbers: Sequence[int]) -> None:
-        """Ends plays that nobody waits for."""
-        for number in numbers:
-            if number in self._away:
-                self._cancel(self._away[number])
-            if number in self._asked:
-                self._asked.pop(number).cancel()
+    async def drop(self, number: int) -> None:
+        """Ends a play that nobody waits for."""
+        if number in self._away:
+            self._cancel(self._away[number])
+            await asyncio.wait([self._away[number].task])
+        if number in self._asked:
+            self._asked.pop(number).cancel()
 
     async def look(self) -> bytes:
         """How far each play is."""
@@ -246,15 +232,12 @@ class Clients:
         self._numbers = itertools.count()
         self._away: dict[int, Play] = {}
         """Plays that a process has, by number."""
-        self._dropped: list[list[int]] = []
-        """Of each process, plays that it is still to be told to end."""
         self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Returns when all answer."""
-        self._hosts = [self._start() for _ in range(self._setup.rollout.client_processes)]
-        self._dropped = [[] for _ in self._hosts]
-        await asyncio.gather(*(host.ready.remote() for host in self._hosts))
+        self._hosts = [self._start() for _ in range(self._fleet.config.client_processes)]
+        await asyncio.gather(*(host.__ray_ready__.remote() for host in self._hosts))
         self._watches = [asyncio.create_task(self._watch(which)) for which in range(len(self._hosts))]
 
     async def play(self, place: str, play: Play) -> None:
@@ -270,25 +253,24 @@ class Clients:
             self._away[number] = play
             answer = asyncio.ensure_future(host.play.remote(order))
             try:
-                drawn, carried, begun, error = pickle.loads(await asyncio.shield(answer))
+                drawn, carried, begun = pickle.loads(await asyncio.shield(answer))
             except asyncio.CancelledError:  # until it has ended, it may draw
-                self._drop(which, number)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.gather(answer, return_exceptions=True), END_S)
+                host.drop.remote(number)
+                await asyncio.wait([answer], timeout=END_S)
                 raise
-            except ray.exceptions.RayActorError as lost:
-                return Drawn(over=False, failure=self._lost(which, host, in_words(lost)))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayActorError as error:
+                return Drawn(over=False, failure=self._lost(which, host, in_words(error)))
             finally:
                 del self._away[number]
             play.take(carried, begun)
-            if error is not None:
-                raise error
             return drawn
 
         try:
             await self._fleet.lend(whole, draw, self._stop)
         except asyncio.CancelledError:
-            self._drop(which, number)  # its environment may still be asked
+            self._hosts[which].drop.remote(number)  # its environment may still be asked
             raise
 
     async def refresh(self) -> None:
@@ -313,9 +295,14 @@ class Clients:
             ray.kill(host)
 
     def _start(self) -> Any:
+        fleet = self._fleet
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": CALLS, "scheduling_strategy": here}
-        return ray.remote(ClientProcess).options(**options).remote(self._setup, os.getcwd(), sys.path)
+        return (
+            ray.remote(ClientProcess)
+            .options(**options)
+            .remote(self._setup, fleet.config, fleet.timing, fleet.vocab_size, os.getcwd(), sys.path)
+        )
 
     def _lost(self, which: int, host: Any, why: str) -> str:
         """Starts another one, once. Returns what was lost, in words."""
@@ -328,27 +315,16 @@ class Clients:
 
     async def _watch(self, which: int) -> None:
         while True:
-            host, limit_s = self._hosts[which], START_S
+            host = self._hosts[which]
             try:
-                while host is self._hosts[which]:
-                    async with asyncio.timeout(limit_s):
-                        await host.ready.remote()
-                    limit_s = SILENT_S
-                    await asyncio.sleep(PING_S)
+                async with asyncio.timeout(SILENT_S):
+                    await host.__ray_ready__.remote()
             except TimeoutError:
-                self._lost(which, host, f"no answer within {limit_s:g} s")
+                self._lost(which, host, f"no answer within {SILENT_S:g} s")
             except ray.exceptions.RayError as error:
                 self._lost(which, host, in_words(error))
+            await asyncio.sleep(PING_S)
 
     def _stop(self, url: str, lost: bool) -> None:
         for host in self._hosts if self._away else ():
             host.stop.remote(url, lost)
-
-    def _drop(self, which: int, number: int) -> None:
-        if not self._dropped[which]:  # many at once: one call for all
-            asyncio.get_running_loop().call_soon(self._send_dropped, which)
-        self._dropped[which].append(number)
-
-    def _send_dropped(self, which: int) -> None:
-        numbers, self._dropped[which] = self._dropped[which], []
-        self._hosts[which].drop.remote(numbers)

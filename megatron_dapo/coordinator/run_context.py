@@ -164,19 +164,12 @@ async def start_run(run: RunBase) -> RunContext:
 
 async def _clients(run: RunBase, fleet: RolloutFleet, thinking: ThinkingLimit | None) -> tuple[PlayAll | None, Refresh]:
     """What plays responses in other processes, and how to know how far they are; None: this process plays them."""
-    config, text = run.config, run.inputs.text
+    config, inputs = run.config, run.inputs
     if not config.rollout.client_processes:
         return None, nothing_new
-    setup = Setup(
-        rollout=config.rollout,
-        timing=fleet.timing,
-        reward=config.reward,
-        vocab_size=text.vocab_size,
-        decoder=text.decoder,
-        rules=run.inputs.rules,
-        thinking=thinking,
-        key_file=engines.key_file(config, run.run_dir.path),
-    )
+    key_file, decoder = engines.key_file(config, run.run_dir.path), inputs.text.decoder
+    about: dict[str, Any] = {"reward": config.reward, "decoder": decoder, "rules": inputs.rules, "key_file": key_file}
+    setup = Setup(thinking=thinking, **about)
     clients = Clients(setup, fleet, run.console.note)
     run.stack.push_async_callback(clients.close)
     await run.waits.wait_for("client start", "Ray", config.run.start_deadline_s, clients.start())

@@ -133,8 +133,8 @@ class DynamicSampler:
         self._ledger.commit()
 
     def snapshot(self, rollout_step: int) -> SamplerState:
-        """What a checkpoint after `rollout_step` holds; between two calls of `fill`, after `refresh`. Finished groups are
-        written down as carried; of those in flight it has what was drawn."""
+        """What a checkpoint after `rollout_step` holds; between two calls of `fill`, after `refresh`. Finished groups
+        are written down as carried; of those in flight it has what was drawn."""
         cursor = self._flight[0].position if self._flight else self._next
         self._skipped = {position for position in self._skipped if position >= cursor}
         self._decided, self._saved = [], {}

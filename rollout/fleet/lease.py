@@ -58,9 +58,16 @@ async def lend(loop: RequestLoop, request: GenerationRequest, draw: Draw, stop: 
         assert member.info is not None
         version, before, member.stop_lent = member.weight_version, member.interruptions, stop
         since = home[1] if home is not None and home[0] is member else None
-        about = {"url": member.url, "info": member.info, "weight_label": member.weight_label}
-        with loop.lending(member):
-            drawn = await draw(Lease(weight_version=version, since=since, **about))
+        label, info = member.weight_label, member.info
+        loop.lent[attempt] = time.monotonic()
+        member.drawing += 1
+        try:
+            drawn = await draw(
+                Lease(url=member.url, info=info, weight_version=version, weight_label=label, since=since)
+            )
+        finally:
+            member.drawing -= 1
+            del loop.lent[attempt]
         over, home = drawn.over, (member, drawn.since)
         if drawn.parts:
             member.last_answer = time.monotonic()

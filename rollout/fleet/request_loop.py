@@ -15,8 +15,8 @@ An attempt ends in one of four ways:
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ class RequestLoop:
     observe: Callable[[ServedPart], None]
     _responses: dict[str, Response] = field(default_factory=dict, init=False)
     """Under way, by the id of the request."""
-    _lent: dict[object, float] = field(default_factory=dict, init=False)
+    lent: dict[object, float] = field(default_factory=dict, init=False)
     """Since when (monotonic) another process draws what it was lent a place for."""
     _drawn: int = field(default=0, init=False)
     """Tokens of all answers."""
@@ -103,19 +103,8 @@ class RequestLoop:
         """See `RolloutFleet.load`."""
         owed = [response.streaming for response in self._responses.values() if response.streaming is not None]
         streamed = sum(len(come) for _, come, *_ in owed) * self.config.stream_every
-        now, begun = time.monotonic(), [*(since for *_, since in owed), *self._lent.values()]
+        now, begun = time.monotonic(), [*(since for *_, since in owed), *self.lent.values()]
         return self._drawn + streamed, len(begun), now - min(begun, default=now)
-
-    @contextmanager
-    def lending(self, member: Member) -> Iterator[None]:
-        """While another process may draw at a place of the server's."""
-        self._lent[lent := object()] = time.monotonic()
-        member.drawing += 1
-        try:
-            yield
-        finally:
-            member.drawing -= 1
-            del self._lent[lent]
 
     def served(self, part: ServedPart) -> None:
         """Counts a server's answer."""
@@ -125,10 +114,6 @@ class RequestLoop:
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
         await end_all(tuple(self._aborts))
-
-    async def aborted(self) -> None:
-        """Waits until the aborts were sent."""
-        await asyncio.gather(*self._aborts)
 
     async def _draw(
         self, member: Member, over: Callable[[], bool], attempt: Callable[[Member], Awaitable[str | None]]

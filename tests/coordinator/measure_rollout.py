@@ -29,7 +29,7 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.data.tokenizer import Decoder, decoder_of, load_text_tools
-from megatron_dapo.experience.episodes import Rules, TurnRules
+from megatron_dapo.experience.episodes import TurnRules
 from megatron_dapo.experience.generator import GroupGenerator, Responder
 from megatron_dapo.experience.groups import Admission, SamplerState
 from megatron_dapo.storage.ledger import Ledger
@@ -38,7 +38,6 @@ from reward.environment import Episode, Observation
 from reward.pool.pool import RewardPool
 from rollout.config import RolloutConfig
 from rollout.fleet.fleet import RolloutFleet
-from rollout.fleet.member import Timing
 from rollout.generation import SamplingParams
 from rollout.server.engine import RemoteServer
 from tests.actor.peak_memory import begin_peak, peak_resident
@@ -86,8 +85,10 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         stack.callback(ledger.close)
         stack.push_async_callback(fleet.close)
         await fleet.start(60.0)
-        clients = Clients(setup_of(rollout, reward, decoder, rules), fleet, print) if rollout.client_processes else None
-        if clients:
+        clients = None
+        if rollout.client_processes:
+            setup = Setup(reward=reward, decoder=decoder, rules=rules, thinking=None, key_file=None)
+            clients = Clients(setup, fleet, print)
             stack.push_async_callback(clients.close)
             await clients.start()
         generator = GroupGenerator(
@@ -111,11 +112,6 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         gc.collect()
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         report(admission, cpu=cpu, wall=wall, base=base, peak=peak_resident())
-
-
-def setup_of(rollout: RolloutConfig, reward: RewardConfig, decoder: Decoder, rules: Rules) -> Setup:
-    about = {"rollout": rollout, "reward": reward, "decoder": decoder, "rules": rules, "timing": Timing()}
-    return Setup(vocab_size=VOCABULARY, thinking=None, key_file=None, **about)
 
 
 def rules_of(turns: int, decoder: Decoder) -> TurnRules | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from reward.pool.pool import RewardPool
 from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import SamplingParams
+from rollout.generation import FinishReason, SamplingParams
 from tests.experience.chat_models import prompt_of
 from tests.experience.test_observations import config
 from tests.rollout.fleet_kit import FAST, until
@@ -90,16 +91,7 @@ async def place(text, folder, *, processes, environment="talks", servers=2, seco
     await fleet.start(10.0)
     clients = None
     if processes:
-        setup = Setup(
-            rollout=rollout,
-            timing=FAST,
-            reward=reward,
-            vocab_size=VOCABULARY,
-            decoder=text.decoder,
-            rules=rules,
-            thinking=None,
-            key_file=None,
-        )
+        setup = Setup(reward=reward, decoder=text.decoder, rules=rules, thinking=None, key_file=None)
         clients = Clients(setup, fleet, reports.append)
         await clients.start()
     elsewhere = clients.play if clients else None
@@ -271,38 +263,38 @@ def test_nothing_is_drawn_while_held_and_all_goes_on_afterwards(local_ray, text,
     run(test)
 
 
-def hosts():
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.name().startswith("ray::Client")]
+async def process_of(clients):
+    (host,) = clients._hosts
+    return psutil.Process(await host.__ray_call__.remote(lambda self: os.getpid()))
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_lost_process_costs_what_was_drawn_since_the_last_look(local_ray, text, talk, monkeypatch, end):
     monkeypatch.setattr(clients_module, "PING_S", 0.2)
-    monkeypatch.setattr(clients_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(clients_module, "SILENT_S", 25.0)
 
     async def test():
         async with place(text, talk, processes=1, seconds=0.1) as there:
-            (process,) = hosts()
+            process = await process_of(there.clients)
             group = asyncio.ensure_future(there.generator.group(0, 0))
-            await until(lambda: len(asked(talk)) == GROUP)
+            await until(lambda: len(asked(talk)) >= GROUP)
             await asyncio.sleep(0.45)
             await there.clients.refresh()
             known = [each.generation for each in there.generator.unfinished(0, 0).responses]
-            assert all(len(each.given) == 1 for each in known)
-            assert any(each.drawn > 10 for each in known), "the turn under way too"
+            assert all(each.given for each in known)
+            assert any(each.drawn > len(drawn_turns(each)[0]) for each in known), "the turn under way too"
             before = drawn(there.engines)
             process.kill() if end == "killed" else process.suspend()
-            await until(lambda: there.reports)
+            await until(lambda: there.reports, 40.0)
             check_tokens(await group)
             again = [prompt for engine in there.engines for prompt in engine.prompts][before:]
-            assert drawn(there.engines) == before + GROUP * 2
+            missing = [TURNS - len(each.given) - (each.finish_reason is FinishReason.STOP) for each in known]
+            assert drawn(there.engines) == before + sum(missing)
             least = group.result().prompt_ids.size + min(each.token_ids.size for each in known)
             assert min(map(len, again)) >= least, "nothing that was known is drawn again"
             assert "client process 0: " in there.reports[0]
             assert "; starting another one" in there.reports[0]
-            assert len(hosts()) == 1
-            assert hosts()[0].pid != process.pid
+            assert await process_of(there.clients) != process
 
     run(test)
 
