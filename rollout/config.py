@@ -156,8 +156,7 @@ class RolloutConfig:
     load more."""
 
     client_processes: Annotated[int, Field(ge=0)] = 0
-    """Processes that talk to servers and environments for the coordinator (docs/environments.md). 0: it does so
-    itself."""
+    """Processes that talk to servers and environments for the coordinator (docs/environments.md); 0: none."""
 
     speculative: SpeculativeConfig = SpeculativeConfig()
 

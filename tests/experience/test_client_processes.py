@@ -11,14 +11,18 @@ import numpy as np
 import psutil
 import pytest
 
+from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster import clients as clients_module
 from megatron_dapo.cluster.clients import Clients, Setup
 from megatron_dapo.cluster.ray_cluster import Cluster
-from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig, OverlongConfig
+from megatron_dapo.coordinator.sampler import DynamicSampler
 from megatron_dapo.data.order import Span
 from megatron_dapo.data.prompts import PromptSet
 from megatron_dapo.experience.episodes import drawn_turns, turn_rules
 from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
+from megatron_dapo.experience.groups import SamplerState
+from megatron_dapo.storage.ledger import Ledger
 from reward.config import RewardConfig
 from reward.pool.pool import RewardPool
 from rollout.config import RolloutConfig
@@ -295,6 +299,46 @@ def test_a_lost_process_costs_what_was_drawn_since_the_last_look(local_ray, text
             assert "client process 0: " in there.reports[0]
             assert "; starting another one" in there.reports[0]
             assert await process_of(there.clients) != process
+
+    run(test)
+
+
+def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_there(local_ray, text, talk):
+    sampling = DynamicSamplingConfig(filter="off")
+    sizes = {"prompts_per_step": 2, "group_size": GROUP, "mini_batch_responses": GROUP}
+    algorithm = AlgorithmConfig(dynamic_sampling=sampling, **sizes)
+
+    def sampler_of(there, ledger, state):
+        there.generator.restore(state.unfinished)
+        keeping = {"unfinished": there.generator.unfinished, "refresh": there.clients.refresh}
+        return DynamicSampler(algorithm, there.generator.group, ledger, state, **keeping)
+
+    async def test():
+        ledger, start = Ledger(talk / "ledger.jsonl"), PassRate.start(0.5)
+        async with place(text, talk, processes=2, seconds=0.1) as there:
+            sampler = sampler_of(there, ledger, SamplerState(cursor=0, pass_rate=start, carried=()))
+            filling = asyncio.ensure_future(sampler.fill(1, 0))
+            await until(lambda: len(asked(talk)) >= 2 * GROUP)
+            await asyncio.sleep(0.35)
+            filling.cancel()
+            await asyncio.wait([filling])
+            left = sampler.under_way()
+        known = {group.position: group for group in left.unfinished}
+        assert known.keys() == {0, 1}
+        assert all(each.earlier for group in known.values() for each in group.responses)
+        async with place(text, talk, processes=2) as there:
+            sampler = sampler_of(there, ledger, left)
+            for group in (await sampler.fill(1, 0)).kept:
+                check_tokens(group)
+                for one, before in zip(group.responses, known[group.position].responses, strict=True):
+                    kept = before.generation.token_ids
+                    assert one.generation.token_ids[: kept.size].tolist() == kept.tolist()
+            least = group.prompt_ids.size + min(
+                each.generation.token_ids.size for group in known.values() for each in group.responses
+            )
+            assert all(len(prompt) >= least for engine in there.engines for prompt in engine.prompts)
+            await sampler.close()
+        ledger.close()
 
     run(test)
 
