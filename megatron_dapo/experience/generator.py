@@ -115,7 +115,10 @@ class Responder:
         if self.elsewhere is not None and generate is None:
             await self.elsewhere(place, play)
         else:
-            await play_turns(place, play, generate or self.generate, self._pool.step, self._decoder)
+            await play_turns(place, play, generate or self.generate, self._ask, self._decoder)
+
+    async def _ask(self, environment: str, episode: Episode) -> Stepped:
+        return await self._pool.step(environment, episode)
 
     async def generate(self, place: str, request: GenerationRequest) -> Generation:
         """A finished response.
