@@ -13,6 +13,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
 from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster import engines
+from megatron_dapo.cluster.clients import Clients, Setup
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
@@ -23,10 +24,10 @@ from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters, with_rollout
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.resume import check_resume, manifest
-from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler import DynamicSampler, Refresh, nothing_new
 from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Answers, Evaluator
-from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
+from megatron_dapo.experience.generator import GroupGenerator, PlayAll, Responder, gather_or_cancel
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
@@ -37,7 +38,7 @@ from megatron_dapo.storage.ledger import Event, Ledger
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import SamplingParams
+from rollout.generation import SamplingParams, ThinkingLimit
 
 RAY_STOP_DEADLINE_S = 120.0
 SERVERS_FIRST_S = 0.1
@@ -113,8 +114,10 @@ async def start_run(run: RunBase) -> RunContext:
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
     trainer, fleet, timeline, shared_gpu = await _services(run, progress, goes_on=goes_on)
+    thinking = thinking_limit(config.rollout, inputs.text)
+    play, refresh = await _clients(run, fleet, thinking)
     handover = GpuHandover(config.run, fleet, trainer, run.waits, report=run.console.note)
-    checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
+    checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console, refresh=refresh)
     await stack.enter_async_context(checkpoints)
     board, stand = config.monitor.tensorboard, {axis: getattr(progress, axis) for axis in AXES}
     writer = MetricsWriter(run_dir.path, tensorboard=board, mirror=mirror, done=stand, settings=settings)
@@ -122,14 +125,13 @@ async def start_run(run: RunBase) -> RunContext:
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
     small_batch = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
-    responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder, rules=inputs.rules)
-
-    thinking = thinking_limit(config.rollout, inputs.text)
+    text = inputs.text
+    responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=inputs.rules, elsewhere=play)
 
     @cache
     def sampling(weight_version: int) -> SamplingParams:
         at = config.rollout.at_step(weight_version + 1)  # version v writes for step v + 1
-        stop, limit = inputs.text.stop_token_ids, at.max_new_tokens
+        stop, limit = text.stop_token_ids, at.max_new_tokens
         drawn = SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
         return replace(drawn, thinking=thinking)
 
@@ -137,7 +139,7 @@ async def start_run(run: RunBase) -> RunContext:
     generator = GroupGenerator(responder, inputs.prompts, *drawing)
     stages = [stage.from_step for stage in config.rollout.stages]
     generator.restore(state.unfinished)
-    kept = {"holding": fleet, "unfinished": generator.unfinished}
+    kept = {"holding": fleet, "unfinished": generator.unfinished, "refresh": refresh}
     keeping: dict[str, Any] = {} if config.rollout.deterministic else kept
     algorithm, prompt_at = config.algorithm, generator.prompt_at
     sampler = DynamicSampler(algorithm, generator.group, ledger, state, prompt_at, stages, **keeping)
@@ -153,11 +155,25 @@ async def start_run(run: RunBase) -> RunContext:
         health=HealthMonitor(done, config.monitor.mismatch_warn, small_batch),
         generator=generator,
         sampler=sampler,
-        evaluator=Evaluator(config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=folder),
+        evaluator=Evaluator(config, text=text, heldout=inputs.heldout, responder=responder, folder=folder),
         timeline=timeline,
         checkpoints=checkpoints,
         progress=progress,
     )
+
+
+async def _clients(run: RunBase, fleet: RolloutFleet, thinking: ThinkingLimit | None) -> tuple[PlayAll | None, Refresh]:
+    """What plays responses in other processes, and how to know how far they are; None: this process plays them."""
+    config, inputs = run.config, run.inputs
+    if not config.rollout.client_processes:
+        return None, nothing_new
+    key_file, decoder = engines.key_file(config, run.run_dir.path), inputs.text.decoder
+    about: dict[str, Any] = {"reward": config.reward, "decoder": decoder, "rules": inputs.rules, "key_file": key_file}
+    setup = Setup(thinking=thinking, **about)
+    clients = Clients(setup, fleet, run.console.note)
+    run.stack.push_async_callback(clients.close)
+    await run.waits.wait_for("client start", "Ray", config.run.start_deadline_s, clients.start())
+    return clients.play, clients.refresh
 
 
 async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple[Trainer, RolloutFleet, Timeline, bool]:

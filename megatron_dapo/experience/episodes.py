@@ -156,6 +156,8 @@ def thinking_limit(rollout: RolloutConfig, text: TextTools) -> ThinkingLimit | N
     return ThinkingLimit(budget=budget, end_ids=ids, ended=ended)
 
 
+CARRIED = ("newest", "before", "earlier", "state", "turn_rewards", "verdict")
+"""Fields of a `Play` that change while it is played, and that others do not follow from."""
 UNENDED = "no end"
 """Rule of the verdict on an episode whose turns or tokens were used up before its environment ended it."""
 
@@ -256,6 +258,19 @@ class Play:
                 said = replace(said, extracted=text[:EXTRACTED_LIMIT])
             self.verdict = Verdict(**asdict(said), seconds=stepped.seconds, error=error)
         return True
+
+    def carried(self) -> tuple[Any, ...]:
+        """How far it is, for `take` in another process."""
+        return tuple(getattr(self, name) for name in CARRIED)
+
+    def take(self, carried: Sequence[Any], begun: Generation | None) -> None:
+        """Go on from there, and from what was drawn of the turn that is not complete. `said` stays as it is."""
+        for name, value in zip(CARRIED, carried, strict=True):
+            setattr(self, name, value)
+        if self.rules is None:
+            self.request = replace(self.whole, begun=begun)
+        else:
+            self._draw(begun)
 
     def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""
