@@ -51,11 +51,6 @@ class Plan:
     """What `actor.recompute` needs to be, at least."""
 
     @property
-    def fits(self) -> bool:
-        """Nothing exceeds the GPUs."""
-        return not self.misfits
-
-    @property
     def gpu_hours(self) -> float:
         """Of the whole run."""
         assert self.step is not None

@@ -10,7 +10,7 @@ of a batch: the step takes as long as the slower side, with what of the sync sto
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 import numpy as np
@@ -119,14 +119,13 @@ def plan_step(
     update_s = sum(update.seconds for update in updates)
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
     lengths = np.concatenate([one.lengths for one in filled])
-    names = ("compute_s", "recompute_s", "padding_s", "bubble_s", "tensor_s", "neighbour_s", "expert_s", "data_s")
     return StepPlan(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
         log_prob_s=fmean(whole if share_gpus(config) or config.run.mode == "async" else left),
         log_prob_total_s=fmean(whole),
         update_s=update_s / steps,
-        update=PassTime(**{name: fmean(getattr(update, name) for update in updates) for name in names}),
+        update=PassTime(**{one.name: fmean(getattr(each, one.name) for each in updates) for one in fields(PassTime)}),
         optimizer_steps=len(updates) / steps,
         sync_s=sync_seconds(case),
         stopped_s=sync_seconds(case) / sends(case),
