@@ -81,11 +81,6 @@ class Drawn:
     curves: Sequence[Curve]
     svg: Markup
 
-    @property
-    def legend(self) -> list[tuple[Curve, str]]:
-        """Each curve with its last value."""
-        return [(curve, value_text(curve.values[-1], self.frame.unit)) for curve in self.curves]
-
 
 def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     """`salt` must differ between the charts of a page: ids are made from it."""
