@@ -24,23 +24,17 @@ def evaluate(
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
     from megatron_dapo.cli.train import prepare_environment
-    from megatron_dapo.cluster.waits import StopRequested
-
-    async def until_stopped() -> None:
-        """The first signal cancels: servers end, and every answer that was judged is on disk. A second one interrupts
-        that."""
-        try:
-            await _evaluate(target, words, model, out)
-        except asyncio.CancelledError:
-            raise StopRequested("stopped; the same command goes on with what is missing") from None
 
     prepare_environment()
     words = [*(overrides or []), *([f"evaluation.path={json.dumps(data)}"] if data else [])]
-    asyncio.run(until_stopped())
+    asyncio.run(_evaluate(target, words, model, out))
     return True
 
 
 async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
+    """The first signal cancels: servers end, and every answer that was judged is on disk. A second one interrupts
+    that."""
+    from megatron_dapo.cluster.waits import StopRequested
     from megatron_dapo.diagnostics.evaluation_session import KEPT, evaluate
     from megatron_dapo.monitor.console import Console, text_page
 
@@ -48,7 +42,10 @@ async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, 
     console, out = Console(), out or folder
     weights = Path(config.model.path)
     console.note(f"evaluating {', '.join(config.rollout.urls) or weights}")
-    result = await evaluate(config, out, console, step)
+    try:
+        result = await evaluate(config, out, console, step)
+    except asyncio.CancelledError:
+        raise StopRequested("stopped; the same command goes on with what is missing") from None
     if weights.parent == target / KEPT:
         shutil.rmtree(weights)
     print(text_page("megatron_dapo.cli", "eval.txt.j2", ways=result["ways"]), end="", flush=True)
