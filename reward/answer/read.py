@@ -1,6 +1,5 @@
 """From cleaned text to an answer with structure: a number, a list of answers, or a text that only looks like itself."""
 
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -151,9 +150,6 @@ def _unwrap(text: str) -> tuple[str, str]:
     return text[len(opener) : len(text) - len(closer)], opener[-1] + closer[-1]
 
 
-_NUMERAL = re.compile(r"\s*[+-]?[\d.,]*\d")
-
-
 def _read_sentence(text: str) -> str | None:
     """The numeral of `The total is 42`, `There are 42 ways` or `42, because ...`; None if the words hedge or deny."""
     text = text.replace("\u2014", " - ")
@@ -171,7 +167,7 @@ def _read_sentence(text: str) -> str | None:
     if tail and number is not None:
         return head
     copulas = [copula.end() for copula in _PATTERNS["copula"].finditer(head)]
-    if not copulas or len({stated[0] for at in copulas if (stated := _NUMERAL.match(head, at))}) > 1:
+    if not copulas or len({stated[0] for at in copulas if (stated := _PATTERNS["numeral"].match(head, at))}) > 1:
         return None  # `x is 3, y is 4`
     committed = strip_edges(head[copulas[-1] :])
     return committed if read_number(committed) is not None else None

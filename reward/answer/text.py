@@ -141,12 +141,9 @@ def strip_edges(text: str) -> str:
     return text
 
 
-_BRACKETS = re.compile(r"\\?[()\[\]{}]")
-
-
 def enclosed(text: str) -> bool:
     """Whether the bracket that opens `text` closes at its very end, as in `(1+(2))` and unlike `(1)(2)`."""
-    return closing(text, 0, len(text), _BRACKETS) == len(text)
+    return closing(text, 0, len(text), _PATTERNS["brackets"]) == len(text)
 
 
 def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:

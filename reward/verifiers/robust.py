@@ -1,6 +1,5 @@
 """Verifier `robust`, the default: the last stated answer, in any dress, equal to the ground truth in value."""
 
-import re
 from functools import lru_cache
 
 from reward.answer import symbolic
@@ -15,8 +14,6 @@ from reward.verifiers.choice import OPTION, labelled, option
 _PATTERNS = patterns("comparison")
 _PLAIN_INTEGER = _PATTERNS["plain_integer"]
 _PLACEHOLDERS = frozenset(WORDS["placeholders"]["texts"].split())
-_NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
-_OPTION = re.compile(r"\(?([A-J])\)?")
 _PROMPT_LIMIT = 20_000
 _one_spelling = Rewriting("spelling")
 
@@ -104,7 +101,7 @@ def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
     if answer is None or answer.number is not None or not answer.text:
         return answer
     label = labelled(answer.text)
-    if asked := _OPTION.fullmatch(truth.text):
+    if asked := OPTION["alone"].fullmatch(truth.text):
         in_words = option(answer.text) if OPTION["in_words"].fullmatch(answer.text) else None
         return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
     return read(label[1]) if label and labelled(truth.text) is None else answer
@@ -115,7 +112,7 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
     bare = compact(text).lower()
     if bare not in _PLACEHOLDERS or bare != compact(truth.text).lower():
         return not bare or bare in _PLACEHOLDERS
-    shown = [clean(shown.group(1)) for shown in re.finditer(r"(?i)answer:[ \t]{0,5}([^\s\"']{1,100})", prompt)]
+    shown = [clean(shown.group(1)) for shown in _PATTERNS["shown"].finditer(prompt)]
     return text in shown
 
 
@@ -146,7 +143,7 @@ def _in_order(body: str, prompt: str) -> bool:
 
 def _numerals(text: str) -> list[str]:
     """`84`, `84.0` and `084` are one."""
-    return [found[0].lstrip("0").removesuffix(".0") or "0" for found in _NUMERAL.finditer(text)]
+    return [found[0].lstrip("0").removesuffix(".0") or "0" for found in _PATTERNS["numerals"].finditer(text)]
 
 
 @lru_cache(maxsize=256)
