@@ -257,8 +257,6 @@ def _commits(before: str, after: str) -> bool:
 
 def _copied(response: str, at: int, prompt: str) -> bool:
     """Whether the line around `at` is, word for word, one that the prompt holds (and long enough to be no accident)."""
-    if not prompt:
-        return False
     begin = max(response.rfind("\n", 0, at), response.rfind("\r", 0, at)) + 1
     line = response[begin : min(_line_end(response, at, len(response)), begin + LINE_LIMIT)].strip(" \t\"'*`>#-")
     return len(line) >= 20 and line in prompt
@@ -289,8 +287,6 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
 def is_retracted(text: str, after: int, stated: str) -> bool:
     """Whether the text behind the last statement takes it back: `Wait, that is wrong.` `No, the answer is 43.`"""
     tail = text[after : after + _AFTERWARDS]
-    if not tail or tail.isspace():
-        return False
     retracted = [found for found in _PROSE["retraction"].finditer(tail) if not _conditional(tail, found)]
     restated = [found for found in _PROSE["restated"].finditer(tail) if not _conditional(tail, found)]
     return bool(retracted) or (bool(restated) and not _same(restated[-1], stated))
