@@ -92,8 +92,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        place = f"{begins(file.parent)}, or hf://OWNER/NAME of the Hugging Face hub"
-        raise ConfigError(f"{file}: {error.strerror}; give the folder of a model in Hugging Face format{place}") from None
+        wanted = f"give the folder of a model in Hugging Face format{begins(file.parent)}"
+        raise ConfigError(f"{file}: {error.strerror}; {wanted}, or hf://OWNER/NAME of the Hugging Face hub") from None
     except ValueError as error:
         raise ConfigError(f"{file}: no JSON ({error}); get the file anew") from None
     if not isinstance(content, dict):

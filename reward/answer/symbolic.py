@@ -123,7 +123,7 @@ def _small(text: str) -> bool:
 
 def _largest_power(text: str, exponents: list[str]) -> int:
     """The largest product of the numerals in an exponent; in all of them where powers are raised to powers."""
-    products = [math.prod(max(int(numeral), 1) for numeral in _PATTERNS["numerals"].findall(each)) for each in exponents]
+    products = [math.prod(max(int(n), 1) for n in _PATTERNS["numerals"].findall(each)) for each in exponents]
     return math.prod(products) if _PATTERNS["power_of_group"].search(text) else max(products, default=1)
 
 
