@@ -39,10 +39,11 @@ class Answer:
     """Says two numbers are one: `3 = 4`."""
 
 
-@lru_cache(maxsize=1024)
-def read_truth(ground_truth: str) -> Answer:
-    """The ground truth, which may stand in a box or in dollars. Cached: a group's responses share it."""
-    return read(clean(ground_truth))
+@lru_cache(maxsize=2048)
+def read_raw(text: str, *, sentences: bool = False) -> Answer:
+    """As `read`, of a text that is not cleaned. Cached: a group's responses share the ground truth, and often state the
+    same answer in the same words."""
+    return read(clean(text), sentences=sentences)
 
 
 def read(text: str, *, sentences: bool = False) -> Answer:

@@ -6,7 +6,7 @@ from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
-from reward.answer.read import Answer, read, read_truth
+from reward.answer.read import Answer, read, read_raw
 from reward.answer.text import WORDS, Rewriting, clean, compact, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError, check_length
 from reward.verifiers.choice import OPTION, labelled, option
@@ -41,7 +41,7 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
 
 def _truth(ground_truth: str) -> Answer:
     stated = last_statement(ground_truth) if "\\boxed" in ground_truth else None
-    truth = read_truth(stated.text if stated else ground_truth)
+    truth = read_raw(stated.text if stated else ground_truth)
     if not truth.text:
         raise VerifierError(f"ground truth {ground_truth[:40]!r} holds no answer")
     return truth
@@ -51,7 +51,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     if len(statement.text) > LINE_LIMIT:
         extracted = clean(statement.text[:EXTRACTED_LIMIT])
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
-    stated = _read(statement.text)
+    stated = read_raw(statement.text, sentences=True)
     extracted = stated.text[:EXTRACTED_LIMIT]
     if _is_placeholder(stated.text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
@@ -75,17 +75,11 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     return Deferred(answer=form[0], truth=form[1], extracted=extracted)
 
 
-@lru_cache(maxsize=1024)
-def _read(text: str) -> Answer:
-    """Cached: a group's responses often state the same answer in the same words."""
-    return read(clean(text), sentences=True)
-
-
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
     """The answer, joined with its rivals to a list if a list was asked for; None if the rivals make it a hedge."""
     if not statement.rivals:
         return answer
-    rivals = [_read(rival) for rival in reversed(statement.rivals)]
+    rivals = [read_raw(rival, sentences=True) for rival in reversed(statement.rivals)]
     if truth.items:
         items = tuple(item for each in (*rivals, answer) for item in (each.items or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)
