@@ -5,7 +5,7 @@ from dataclasses import field
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from reward.environment import check_environment
@@ -13,8 +13,6 @@ from reward.registry import find
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-
-_HTTP_URL = TypeAdapter(AnyHttpUrl)
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
@@ -23,7 +21,7 @@ def check_url(url: str) -> str:
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError("holds a space or a character that must be written as %XX")
     try:
-        _HTTP_URL.validate_python(url)
+        AnyHttpUrl(url)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
     parts = urlsplit(url)

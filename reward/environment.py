@@ -10,7 +10,7 @@ remember is in the conversation, or in `state`. Nothing here is imported from ou
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +99,7 @@ class End:
 Outcome = Observation | End | None
 """None: the episode is over, and the prompt's verifier judges the newest turn."""
 
-Environment = Callable[[Episode], Outcome | Awaitable[Outcome]]
+Environment = Callable[[Episode], Outcome | Coroutine[Any, Any, Outcome]]
 """`def` or `async def`. What it raises becomes an observation; VerifierError, and what is no outcome, stops the run."""
 
 
@@ -148,15 +148,11 @@ def load_environment(name: str) -> Environment:
 def ask(environment: Environment, episode: Episode) -> Outcome:
     """One step, an `async def` run to its end. Raises what the environment raises, and as `checked`."""
     outcome = environment(episode)
-    if inspect.isawaitable(outcome):
+    if inspect.iscoroutine(outcome):
         import asyncio  # a tenth of a second, which few environments need
 
-        outcome = asyncio.run(_result(outcome))
+        outcome = asyncio.run(outcome)
     return checked(outcome)
-
-
-async def _result(outcome: Awaitable[Outcome]) -> Outcome:
-    return await outcome
 
 
 def checked(outcome: object) -> Outcome:

@@ -134,8 +134,6 @@ def load(name: str) -> Verifier:
         VerifierError: unknown name, a module that cannot be imported, no such function in it.
     """
     entry = find(name)
-    if entry.remote:
-        raise VerifierError(f"verifier {name!r} is a service, which no process of the pool can be")
     try:
         return load_named(entry.path)
     except ImportError as error:  # the pool must go on

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from reward.answer.read import read_truth
+from reward.answer.read import read_raw
 from reward.pool.pool import RewardPool
 from reward.verdict import VerificationRequest
 from tools.chat_endpoint import ChatEndpoint
@@ -77,7 +77,7 @@ class Transformed:
 
 def integer_of(answer: str) -> int | None:
     """The integer that an answer is, however it is written, as `1,080` or `$-7$`; None if it is another thing."""
-    number = read_truth(answer).number
+    number = read_raw(answer).number
     whole = number is not None and number.value.denominator == 1 and not number.percent and not number.unreduced
     return int(number.value) if number is not None and whole else None
 

@@ -26,7 +26,7 @@ import numpy as np
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
 from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, Row, parse_row, raw_rows, resolve
 from megatron_dapo.storage.durable import FolderHeld, lock_folder, replace_file
-from reward.answer.read import read_truth
+from reward.answer.read import read_raw
 from reward.check import check_ground_truth
 from reward.config import RewardConfig, check_url
 from reward.pool.pool import RewardPool
@@ -295,7 +295,7 @@ def answer_kind(answer: str) -> str:
             return "json"
         except (ValueError, RecursionError):
             pass
-    truth = read_truth(text)
+    truth = read_raw(text)
     if truth.number is not None:
         if truth.number.value.denominator > 1 or truth.number.percent:
             return "number"

@@ -4,16 +4,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from examples.ablation.curves import CHARTS, SETS, draw
 from examples.ablation.paired import Paired
 from examples.ablation.picture import draw_picture
 from examples.ablation.results import GREEDY, MEASURES, SAMPLED, Measure, Outcome
 from examples.ablation.rungs import RUNGS
 from examples.ablation.verdicts import NOISE, ONE_SEED, UNSURE, Found, claims, compare
-from megatron_dapo.report.page import TEMPLATES as PRODUCT
+from megatron_dapo.report.page import page_environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 HEADS = {
@@ -49,13 +46,7 @@ class Base:
 
 def write_report(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
     """report.html, results.md and curves.png in `folder`; returns their paths."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=lambda name: name is not None and ".html" in name,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment(TEMPLATES)
     found, ran = compare(outcomes), {outcome.rung for outcome in outcomes}
     content = {
         "seeds": sorted({outcome.seed for outcome in outcomes}),
@@ -70,13 +61,12 @@ def write_report(folder: Path, outcomes: Sequence[Outcome]) -> list[Path]:
         "late": "the last third of its rollout steps",
     }
     html, markdown, picture = folder / "report.html", folder / "results.md", folder / "curves.png"
-    style = Markup((PRODUCT / "report.css").read_text(encoding="utf-8"))
     charts = [
         (title, [draw(chart, outcomes, key) for chart in CHARTS])
         for key, (title, rungs) in SETS.items()
         if not ran.isdisjoint(rungs)
     ]
-    page = environment.get_template("ladder.html.j2").render(**content, style=style, charts=charts)
+    page = environment.get_template("ladder.html.j2").render(**content, charts=charts)
     html.write_text(page, encoding="utf-8")
     markdown.write_text(environment.get_template("ladder.md.j2").render(**content), encoding="utf-8")
     draw_picture(outcomes, found, picture)

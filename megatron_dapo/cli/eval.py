@@ -3,9 +3,9 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,34 +24,31 @@ def evaluate(
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
     from megatron_dapo.cli.train import prepare_environment
-    from megatron_dapo.cluster.waits import StopRequested
-
-    async def until_stopped() -> None:
-        """The first signal cancels: servers end, and every answer that was judged is on disk. A second one interrupts
-        that."""
-        try:
-            await _evaluate(target, words, model, out)
-        except asyncio.CancelledError:
-            raise StopRequested("stopped; the same command goes on with what is missing") from None
 
     prepare_environment()
     words = [*(overrides or []), *([f"evaluation.path={json.dumps(data)}"] if data else [])]
-    asyncio.run(until_stopped())
+    asyncio.run(_evaluate(target, words, model, out))
     return True
 
 
 async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, out: Path | None) -> None:
+    """The first signal cancels: servers end, and every answer that was judged is on disk. A second one interrupts
+    that."""
+    from megatron_dapo.cluster.waits import StopRequested
     from megatron_dapo.diagnostics.evaluation_session import KEPT, evaluate
-    from megatron_dapo.monitor.console import Console
+    from megatron_dapo.monitor.console import Console, text_page
 
     config, folder, step = find_target(target, overrides, model)
     console, out = Console(), out or folder
     weights = Path(config.model.path)
     console.note(f"evaluating {', '.join(config.rollout.urls) or weights}")
-    result = await evaluate(config, out, console, step)
+    try:
+        result = await evaluate(config, out, console, step)
+    except asyncio.CancelledError:
+        raise StopRequested("stopped; the same command goes on with what is missing") from None
     if weights.parent == target / KEPT:
         shutil.rmtree(weights)
-    _show(result)
+    print(text_page("megatron_dapo.cli", "eval.txt.j2", ways=result["ways"]), end="", flush=True)
     console.note(f"{out}: result.json, problems.jsonl, responses.jsonl")
 
 
@@ -85,14 +82,3 @@ def find_target(target: Path, overrides: Sequence[str], model: Path | None) -> t
         weights, step = evaluated_weights(target)
         folder = target / EVALUATIONS
     return with_own_servers(config, weights), folder / weights.resolve().name, step
-
-
-def _show(result: Mapping[str, Any]) -> None:
-    print(f"{'answers':36} {'figure':12} {'value':>8}   95% interval")
-    for mode, about in result["ways"].items():
-        described = f"{mode}, {about['problems']} problems x {about['samples']}"
-        for name, figure in about["figures"].items():
-            value, low, high = (100 * figure[key] for key in ("value", "low", "high"))
-            print(f"{described:36} {name:12} {value:>7.1f}%   {low:.1f} to {high:.1f}")
-            described = ""
-        print(f"{'':36} {'mean length':12} {about['mean_tokens']:>8.0f}   {about['truncated']:.1%} cut off", flush=True)

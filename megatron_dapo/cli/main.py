@@ -20,6 +20,7 @@ from megatron_dapo.cli.exit_codes import exit_code_of, named
 from megatron_dapo.cli.plan import plan
 from megatron_dapo.cli.slurm import slurm
 from megatron_dapo.cli.status import status
+from megatron_dapo.monitor.console import text_page
 
 _HELP = "Train language models by DAPO, and plan, measure and understand runs. --version prints the version."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=_HELP)
@@ -43,15 +44,10 @@ def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> 
     loaded = config_of(config, overrides or [])
     text = load_text_tools(loaded.model.path, loaded.model.stop_token_ids)
     prompts, heldout = read_problems(loaded, text)
-    print("\n".join([f"prompts: {prompts.summary()}", *(f"note: {one}" for one in remarks(loaded, prompts, heldout))]))
-    print(f"a response ends at token(s) {list(text.stop_token_ids)} or after {loaded.rollout.max_new_tokens} tokens")
-    order = prompts.order(loaded.run.seed)
-    for position in range(count):
-        prompt = prompts.prompts[order.index_at(position)]
-        print(f"\n--- prompt {position} ({prompt.place}), {len(prompt.ids)} tokens")
-        print(f"source {prompt.source}, verifier {prompt.verifier}, answer {prompt.answer!r}")
-        print(prompt.text)
-        print(f"token ids: {prompt.ids.tolist()}")
+    order, stops = prompts.order(loaded.run.seed), list(text.stop_token_ids)
+    shown = [prompts.prompts[order.index_at(position)] for position in range(count)]
+    named = {"notes": remarks(loaded, prompts, heldout), "stops": stops, "limit": loaded.rollout.max_new_tokens}
+    print(text_page("megatron_dapo.cli", "preview.txt.j2", prompts=prompts, shown=shown, **named), end="")
 
 
 def report(

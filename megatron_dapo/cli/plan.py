@@ -45,7 +45,7 @@ def plan(
     else:
         named = {"plan": found, "case": found.case, "step": found.step, "shared": share_gpus(loaded), "phases": PHASES}
         print(text_page("megatron_dapo.plan", "plan.txt.j2", **named, **size))
-    raise typer.Exit(ExitCode.FINISHED if found.fits else ExitCode.CONFIG)
+    raise typer.Exit(ExitCode.CONFIG if found.misfits else ExitCode.FINISHED)
 
 
 def _tree(model: Mapping[str, Any], plan: "Plan") -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _tree(model: Mapping[str, Any], plan: "Plan") -> dict[str, Any]:
     derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
     return {
         "model": model,
-        "fits": plan.fits,
+        "fits": not plan.misfits,
         "gpu_memory": plan.case.constants.gpu_memory,
         "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
         "server": plan.server and asdict(plan.server),

@@ -33,9 +33,8 @@ class Stated(NamedTuple):
 @cache
 def stated(preset: str = PAPER) -> Mapping[str, Stated]:
     """What a preset sets by key; below it, what DAPO's paper says of the other keys that change what is learnt."""
-    known = {}
-    if preset != PAPER:
-        known = {each.key: each._replace(where=f"DAPO: {each.where}") for each in stated().values()}
+    below = () if preset == PAPER else stated().values()
+    known = {each.key: each._replace(where=f"DAPO: {each.where}") for each in below}
     tree, places = read_yaml(PRESETS[preset])
     rows = PRESETS[preset].read_text(encoding="utf-8").splitlines()
     for key, value in flatten(tree).items():

@@ -92,18 +92,13 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; {model_hint(file.parent)}") from None
+        wanted = f"give the folder of a model in Hugging Face format{begins(file.parent)}"
+        raise ConfigError(f"{file}: {error.strerror}; {wanted}, or hf://OWNER/NAME of the Hugging Face hub") from None
     except ValueError as error:
         raise ConfigError(f"{file}: no JSON ({error}); get the file anew") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: no JSON object; get the file anew")
     return content
-
-
-def model_hint(folder: Path) -> str:
-    """What to do where `folder` holds no model."""
-    named = "or hf://OWNER/NAME of the Hugging Face hub"
-    return f"give the folder of a model in Hugging Face format{begins(folder)}, {named}"
 
 
 def begins(path: Path) -> str:

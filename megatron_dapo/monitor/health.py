@@ -89,7 +89,7 @@ class HealthMonitor:
         return self.recent(name) - self.before(name)
 
     def _check(self) -> list[Alarm]:
-        seen = [(rule, look(self)) for rule, look in RULES] if self.lines else []
+        seen = [(rule, look(self)) for rule, look in RULES]
         return [replace(rule, message=message) for rule, message in seen if message]
 
 
@@ -127,10 +127,9 @@ def entropy_collapse(run: HealthMonitor) -> str | None:
 
 @_rule("Responses drift into gibberish.", "actor.optimizer.lr")
 def entropy_rise(run: HealthMonitor) -> str | None:
-    early, recent = run.early("entropy"), run.recent("entropy")
-    if recent >= 3 * early and run.gain("accuracy/mean") <= STANDSTILL:
-        return f"entropy {recent:.3g} after {early:.3g} at the start, accuracy {_points(run.gain('accuracy/mean'))}"
-    return None
+    early, recent, gain = run.early("entropy"), run.recent("entropy"), run.gain("accuracy/mean")
+    seen = f"entropy {recent:.3g} after {early:.3g} at the start, accuracy {_points(gain)}"
+    return seen if recent >= 3 * early and gain <= STANDSTILL else None
 
 
 @_rule("Responses go round in circles until they are cut off (section 3.3).", "algorithm.overlong.shape")
@@ -182,9 +181,7 @@ def reward_without_accuracy(run: HealthMonitor) -> str | None:
 @_rule("Training reward says little about held-out accuracy (section 4.3).", "data.path or run.rollout_steps")
 def overfitting(run: HealthMonitor) -> str | None:
     """Held-out accuracy falls from its best while training accuracy has risen since."""
-    if run.lines[-1].get(HELD_OUT) is None:
-        return None
-    best = max((line for line in run.lines if line.get(HELD_OUT) is not None), key=itemgetter(HELD_OUT))
+    best = max((line for line in run.lines if line.get(HELD_OUT) is not None), key=itemgetter(HELD_OUT), default={})
     heldout, training = (run.now(name) - _mean([best], name) for name in (HELD_OUT, "accuracy/mean"))
     if heldout <= -0.05 and training > 0:
         since = f"since rollout step {best['rollout_step']}"

@@ -118,7 +118,6 @@ HEADLINES = ("evaluation/sampled", "evaluation/greedy", "accuracy/mean")
 LONG_TEXT = 8000
 """Characters of a response above which its middle is left out of TensorBoard: its files would grow by gigabytes."""
 
-Value = float | int | None
 Line = dict[str, Any]
 """One rollout step: metric name -> number or None, and perhaps `non_finite` -> list of names."""
 
@@ -152,7 +151,7 @@ class MetricsWriter:
         self._file = self._path.open("ab")
         self._boards: dict[str, Any] = {}
 
-    def write(self, values: Mapping[str, Value]) -> Line:
+    def write(self, values: Mapping[str, float | None]) -> Line:
         """One rollout step. Returns the line as `read_metrics` gives it: what was not finite is None and is named in
         `non_finite`."""
         broken = [name for name, value in values.items() if value is not None and not math.isfinite(value)]

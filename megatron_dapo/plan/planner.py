@@ -51,11 +51,6 @@ class Plan:
     """What `actor.recompute` needs to be, at least."""
 
     @property
-    def fits(self) -> bool:
-        """Nothing exceeds the GPUs."""
-        return not self.misfits
-
-    @property
     def gpu_hours(self) -> float:
         """Of the whole run."""
         assert self.step is not None
@@ -92,26 +87,22 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
 
 def find_misfits(case: Scenario) -> list[Misfit]:
     """What needs more of a GPU than there is, the trainer's pipeline stages first."""
-    config, gpu_memory, framework = case.config, case.constants.gpu_memory, case.constants.framework_memory
+    config, framework = case.config, case.constants.framework_memory
     server, room, found = server_memory(case), _trainer_room(case), []
     for rank in trainer_memory(case):
         phase, peak = max(rank.peaks.items(), key=lambda one: one[1] - room[one[0]])
-        if peak > room[phase]:
-            what = f"pipeline stage {rank.stage}, {phase}"
-            found.append(Misfit(part="trainer", what=what, needed=peak, there=room[phase]))
-    if config.rollout.urls:
-        return found
-    longest = config.model.context_length * server.kv_bytes_per_token
-    if server.kv_cache < longest:
-        held = config.rollout.memory_fraction * gpu_memory
-        what = "weights and the KV cache of one response of full length"
-        found.append(Misfit(part="server", what=what, needed=server.weights + longest, there=held))
-    parts = {"two sync buckets": server_bytes(case), "the output layer in float32": server.head}
-    outside = framework + sum(parts.values())
-    if outside > framework and outside > server.rest:
-        what = " and ".join(["framework", *(name for name, needed in parts.items() if needed)])
-        found.append(Misfit(part="server", what=f"{what}, outside memory_fraction", needed=outside, there=server.rest))
-    return found
+        what = f"pipeline stage {rank.stage}, {phase}"
+        found.append(Misfit(part="trainer", what=what, needed=peak, there=room[phase]))
+    if not config.rollout.urls:
+        longest = server.weights + config.model.context_length * server.kv_bytes_per_token
+        what, there = "weights and the KV cache of one response of full length", server.weights + server.kv_cache
+        found.append(Misfit(part="server", what=what, needed=longest, there=there))
+        parts = {"two sync buckets": server_bytes(case), "the output layer in float32": server.head}
+        if outside := sum(parts.values()):  # the framework alone is a guess
+            what = " and ".join(["framework", *(name for name, needed in parts.items() if needed)])
+            what, outside = f"{what}, outside memory_fraction", framework + outside
+            found.append(Misfit(part="server", what=what, needed=outside, there=server.rest))
+    return [one for one in found if one.needed > one.there]
 
 
 def headroom(case: Scenario) -> float:

@@ -71,7 +71,7 @@ def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int
     stages, its own copy of a tied embedding."""
     first, last = stage == 0, stage == layout.pipeline - 1
     vocabulary = math.ceil(hf.vocab_size / layout.tensor) * hf.hidden_size
-    elements = hf.num_layers // layout.pipeline * _layer_parameters(hf, layout)
+    elements = hf.num_layers // layout.pipeline * _layer_parameters(hf, layout.tensor) + stage_experts(hf, layout)
     elements += vocabulary if first else 0
     if last:
         elements += hf.hidden_size + (0 if first and hf.tied else vocabulary)
@@ -85,7 +85,10 @@ def apart_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
 
 def stage_experts(hf: HFModelConfig, layout: LayoutConfig) -> int:
     """Of a rank's elements those of experts; 0 for a dense model."""
-    return hf.num_layers // layout.pipeline * _layer_experts(hf, layout)
+    if hf.experts is None:
+        return 0
+    own = hf.num_layers // layout.pipeline * (hf.experts.count // layout.expert)
+    return own * 3 * hf.hidden_size * (hf.experts.ffn_hidden_size // layout.expert_tensor)
 
 
 def adapter_parameters(hf: HFModelConfig, lora: LoraConfig, tensor: int = 1) -> int:
@@ -135,19 +138,10 @@ def active_parameters(hf: HFModelConfig) -> int:
     return model_parameters(hf) - round(unused * expert_parameters(hf))
 
 
-def _layer_parameters(hf: HFModelConfig, layout: LayoutConfig) -> int:
-    tensor = layout.tensor
+def _layer_parameters(hf: HFModelConfig, tensor: int) -> int:
+    """Without experts."""
     hidden, queries = hf.hidden_size, hf.num_attention_heads * hf.head_dim // tensor
     fused = queries + 2 * hf.num_query_groups * hf.head_dim // tensor
     vectors = 2 * hidden + fused * hf.qkv_bias + 2 * hf.head_dim * hf.qk_norm
-    mlp = 3 * hidden * (hf.ffn_hidden_size // tensor)
-    if hf.experts is not None:
-        mlp = hidden * hf.experts.count + _layer_experts(hf, layout)
+    mlp = hidden * hf.experts.count if hf.experts else 3 * hidden * (hf.ffn_hidden_size // tensor)
     return vectors + hidden * (queries + fused) + mlp
-
-
-def _layer_experts(hf: HFModelConfig, layout: LayoutConfig) -> int:
-    experts = hf.experts
-    if experts is None:
-        return 0
-    return experts.count // layout.expert * 3 * hf.hidden_size * (experts.ffn_hidden_size // layout.expert_tensor)

@@ -20,7 +20,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,34 +122,8 @@ class Fleet:
     prefill_s: float
     """Seconds in which the fleet reads one response's prompt."""
 
-    fixed_s: float
-    """Of a decode step: the overhead, and reading the weights that are no experts."""
-
-    cache_s: float
-    """Of a decode step, for each token of context that is running."""
-
-    response_s: float
-    """Of a decode step, for each response that is running: the arithmetic."""
-
-    overhead_s: float
-    """Part of `fixed_s` that is there whatever the step does."""
-
-    head_s: float = 0.0
-    """Of a decode step, for each response that is running, after all else: its output layer in float32."""
-
-    experts_s: float = 0.0
-    """Of a decode step: reading all experts."""
-
-    missed: float = 0.0
-    """Share of the experts that one response does not need."""
-
-    servers: int = 1
-
-    def step_s(self, running: int, context: float) -> float:
-        """Seconds of one decode step with `running` responses of `context` tokens in all."""
-        read_s = self.fixed_s + self.experts_s * (1 - self.missed ** (running / self.servers)) + self.cache_s * context
-        body_s = max(read_s, self.overhead_s + self.response_s * running)
-        return body_s + self.head_s * running
+    step_s: Callable[[int, float], float]
+    """Seconds of one decode step with so many responses, of so many tokens of context in all."""
 
 
 Carried = tuple[Group, Sequence[tuple[int, int]]]

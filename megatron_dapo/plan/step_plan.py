@@ -10,7 +10,7 @@ of a batch: the step takes as long as the slower side, with what of the sync sto
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 import numpy as np
@@ -119,14 +119,13 @@ def plan_step(
     update_s = sum(update.seconds for update in updates)
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
     lengths = np.concatenate([one.lengths for one in filled])
-    names = ("compute_s", "recompute_s", "padding_s", "bubble_s", "tensor_s", "neighbour_s", "expert_s", "data_s")
     return StepPlan(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
         log_prob_s=fmean(whole if share_gpus(config) or config.run.mode == "async" else left),
         log_prob_total_s=fmean(whole),
         update_s=update_s / steps,
-        update=PassTime(**{name: fmean(getattr(update, name) for update in updates) for name in names}),
+        update=PassTime(**{one.name: fmean(getattr(each, one.name) for each in updates) for one in fields(PassTime)}),
         optimizer_steps=len(updates) / steps,
         sync_s=sync_seconds(case),
         stopped_s=sync_seconds(case) / sends(case),
@@ -160,28 +159,26 @@ def fleet_of(case: Scenario, memory: ServerMemory) -> Fleet:
     hf, constants, workload, count = case.hf, case.constants, case.workload, case.servers
     sample = groups(workload, seed=1)
     lengths = np.array([length for _ in range(_SAMPLED_GROUPS) for length in next(sample).lengths])
-    context = mean_running_context(lengths, workload.mean_prompt)
-    each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / context)))
+    mean_context = mean_running_context(lengths, workload.mean_prompt)
+    each = max(1, min(case.config.rollout.max_running_requests, int(memory.kv_tokens / mean_context)))
     bandwidth = constants.memory_bandwidth * constants.decode_efficiency
     reductions = 2 * hf.num_layers if case.config.rollout.tensor_parallel > 1 else 0
     overhead = constants.decode_overhead + reductions * constants.decode_reduce_latency
     prefill = forward_flops(hf, np.array([workload.mean_prompt])).item()
     speed = constants.peak_flops * constants.prefill_efficiency * case.config.rollout.tensor_parallel
     experts = expert_parameters(hf) * case.projection_bytes / case.config.rollout.tensor_parallel
-    return Fleet(
-        slots=count * each,
-        mean_prompt=workload.mean_prompt,
-        prefill_s=prefill / speed / count,
-        # The copy of the output layer's weight in float32 is written and read.
-        fixed_s=overhead + (memory.weights - experts + memory.head) / bandwidth,
-        experts_s=experts / bandwidth,
-        missed=1 - hf.experts.top_k / hf.experts.count if hf.experts else 0.0,
-        servers=count,
-        cache_s=memory.kv_bytes_per_token / bandwidth / count,
-        overhead_s=overhead,
-        response_s=2 * matrix_parameters(hf) / speed / count,
-        head_s=2 * case.head_parameters / (speed * constants.float32_flops / constants.peak_flops) / count,
-    )
+    missed = 1 - hf.experts.top_k / hf.experts.count if hf.experts else 0.0  # of the experts, by one response
+    rest = memory.weights - experts + memory.head  # the float32 copy of the output layer's weight is written and read
+    response_s = 2 * matrix_parameters(hf) / speed
+    head_s = 2 * case.head_parameters / (speed * constants.float32_flops / constants.peak_flops)
+
+    def step_s(running: int, context: float) -> float:
+        own = running / count  # of one server; its output layer in float32 comes after all else
+        read = rest + experts * (1 - missed**own) + memory.kv_bytes_per_token * context / count
+        return overhead + max(read / bandwidth, response_s * own) + head_s * own
+
+    prefill_s = prefill / speed / count
+    return Fleet(slots=count * each, mean_prompt=workload.mean_prompt, prefill_s=prefill_s, step_s=step_s)
 
 
 def handover_seconds(case: Scenario, memory: ServerMemory, state: StateBytes) -> float:

@@ -81,11 +81,6 @@ class Drawn:
     curves: Sequence[Curve]
     svg: Markup
 
-    @property
-    def legend(self) -> list[tuple[Curve, str]]:
-        """Each curve with its last value."""
-        return [(curve, value_text(curve.values[-1], self.frame.unit)) for curve in self.curves]
-
 
 def draw_curves(curves: Sequence[Curve], frame: Frame, *, salt: str) -> Drawn:
     """`salt` must differ between the charts of a page: ids are made from it."""
@@ -139,13 +134,11 @@ def smoothed(values: Sequence[float], window: int) -> Sequence[float]:
 
 def _draw_layers(panel: Axes, curves: Sequence[Curve], steps: range) -> None:
     """A bar a step and layer, without gaps: one path a layer, however long the run."""
-    base = [0.0] * len(steps)
     edges = [step - 0.5 for step in (*steps, steps[-1] + 1)]
-    for curve in curves:
-        values = dict(zip(curve.steps, curve.values, strict=True))
-        top = [below + values.get(step, 0.0) for below, step in zip(base, steps, strict=True)]
+    known = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
+    tops = np.cumsum([[0.0] * len(steps), *([values.get(step, 0.0) for step in steps] for values in known)], axis=0)
+    for curve, base, top in zip(curves, tops, tops[1:], strict=False):
         panel.stairs(top, edges, baseline=base, fill=True, color=_SERIES[curve.colour], linewidth=0)
-        base = top
 
 
 def value_text(value: float, unit: Unit) -> str:

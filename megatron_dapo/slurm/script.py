@@ -106,16 +106,6 @@ def mounted(config: Config, *others: Path) -> str:
     return ",".join(f"{place}:{place}" for place in sorted(places) if places.isdisjoint(place.parents))
 
 
-def launcher(options: SlurmOptions, cwd: Path, mounts: str) -> list[str]:
-    """Words between `srun` with its cores and the program: none, pyxis's options or Apptainer's command."""
-    if options.container is None:
-        return []
-    if options.container.endswith(".sif"):
-        gpus = ["--nv"] if options.gpus_per_node else []
-        return ["apptainer", "exec", *gpus, f"--bind={mounts}", f"--pwd={cwd}", options.container]
-    return [f"--container-image={options.container}", f"--container-mounts={mounts}", f"--container-workdir={cwd}"]
-
-
 def batch_script(file: Path, overrides: Sequence[str], config: Config, options: SlurmOptions, warn_s: int) -> str:
     """The script's text. The run always resumes: a fresh run directory starts at its beginning.
 
@@ -162,7 +152,7 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
         gpus=gpus,
         cpus=cpus,
         warn_s=warn_s,
-        launcher=shlex.join(launcher(options, cwd, mounts)),
+        mounts=mounts,
         run_dir=str(run_dir),
         cwd=str(cwd),
         python="python" if options.container else sys.executable,

@@ -22,8 +22,6 @@ _AFTERWARDS = 2000  # characters behind the last statement that are searched for
 _ATTEMPTS = 64  # statements that are looked at, from the end of the response on
 _RIVALS = 8  # statements that are looked at for a hedge
 
-_NUMERALS = re.compile(r"-?\d+(?:[.,]\d+)*")
-_BRACES = re.compile(r"(?<!\\)[{}]")
 _BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
 
 
@@ -147,7 +145,7 @@ def _form_end(response: str, lower: str, opening: str, closer: str, begin: int, 
     """Where the second text of a form begins; of a brace, `\\boxed{{answer}}`, the one that closes the first. -1: not
     there."""
     if opening.endswith("{") and closer.startswith("}"):
-        after = closing(response, begin - 1, limit, _BRACES)
+        after = closing(response, begin - 1, limit, _AROUND["braces"])
         return after - 1 if after > 0 and lower.startswith(closer, after - 1) else -1
     return lower.find(closer, begin, limit)
 
@@ -195,7 +193,7 @@ def open_box(text: str, at: int, end: int) -> tuple[str, int] | None:
         return None
     if head["bare"] is not None:
         return head["bare"], head.end()
-    after = closing(text, head.end() - 1, min(end, head.end() + LINE_LIMIT), _BRACES)
+    after = closing(text, head.end() - 1, min(end, head.end() + LINE_LIMIT), _AROUND["braces"])
     return (text[head.end() : after - 1], after) if after >= 0 else None
 
 
@@ -259,8 +257,6 @@ def _commits(before: str, after: str) -> bool:
 
 def _copied(response: str, at: int, prompt: str) -> bool:
     """Whether the line around `at` is, word for word, one that the prompt holds (and long enough to be no accident)."""
-    if not prompt:
-        return False
     begin = max(response.rfind("\n", 0, at), response.rfind("\r", 0, at)) + 1
     line = response[begin : min(_line_end(response, at, len(response)), begin + LINE_LIMIT)].strip(" \t\"'*`>#-")
     return len(line) >= 20 and line in prompt
@@ -291,8 +287,6 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
 def is_retracted(text: str, after: int, stated: str) -> bool:
     """Whether the text behind the last statement takes it back: `Wait, that is wrong.` `No, the answer is 43.`"""
     tail = text[after : after + _AFTERWARDS]
-    if not tail or tail.isspace():
-        return False
     retracted = [found for found in _PROSE["retraction"].finditer(tail) if not _conditional(tail, found)]
     restated = [found for found in _PROSE["restated"].finditer(tail) if not _conditional(tail, found)]
     return bool(retracted) or (bool(restated) and not _same(restated[-1], stated))
@@ -310,5 +304,5 @@ def _same(found: re.Match[str], stated: str) -> bool:
         option = _AROUND["option"].match(stated)
         return option is None or option[1] == found["letter"]
     number, whole = read_number(clean(found["number"])), read_number(stated)
-    others = map(read_number, [] if whole else _NUMERALS.findall(stated))
+    others = map(read_number, [] if whole else _AROUND["numerals"].findall(stated))
     return number is None or any(other is not None and number.value == other.value for other in (whole, *others))

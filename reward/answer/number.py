@@ -3,7 +3,6 @@
 Everything is exact: 42.0 is 42, and 0.333333 is not 1/3.
 """
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -92,7 +91,7 @@ def _spelled_out(text: str) -> str:
 
 def _fraction(numeral: str) -> Fraction:
     """`(-1,234.5)`, `{ 12 }` or `.5` as a fraction."""
-    return Fraction(re.sub(r"[\s,'(){}]", "", numeral))
+    return Fraction(_PATTERNS["around_digits"].sub("", numeral))
 
 
 def _value(parts: dict[str, str]) -> tuple[Fraction, bool] | None:
@@ -114,7 +113,6 @@ def _value(parts: dict[str, str]) -> tuple[Fraction, bool] | None:
 _UNITS = {word: name for name, words in WORDS["units"].items() for word in words.split()}
 _NOT_UNITS = {*WORDS["no_units"]["hedges"].split(), *WORDS["no_units"]["others"].split(), *_NUMBER_WORDS}
 _TEMPERATURES = frozenset({"celsius", "fahrenheit"})
-_WORD = re.compile(r"[A-Za-z]+|°")
 
 
 def _read_suffix(text: str) -> tuple[str, bool] | None:
@@ -126,7 +124,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
         return None
     if found["percent"]:
         return "", True
-    words = _WORD.findall(found["unit"])
+    words = _PATTERNS["words"].findall(found["unit"])
     spaced = text[0].isspace() or text[0] == "°"
     if words[0] == "°" and words[1:] in (["C"], ["F"]):
         words = ["celsius" if words[1] == "C" else "fahrenheit"]
@@ -139,7 +137,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
         names.append(name or "")
     if len(words) > 4:
         return None
-    exponent = "".join(re.findall(r"\^\s*\{?\s*([23])", found["unit"])) or WORDS["powers"].get(words[0].lower(), "")
+    exponent = "".join(_PATTERNS["exponents"].findall(found["unit"])) or WORDS["powers"].get(words[0].lower(), "")
     unit = "/".join(name for name in names if name) + exponent
     return next((name for name in names if name in _TEMPERATURES), unit), False
 

@@ -1,6 +1,5 @@
 """From cleaned text to an answer with structure: a number, a list of answers, or a text that only looks like itself."""
 
-import re
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -40,10 +39,11 @@ class Answer:
     """Says two numbers are one: `3 = 4`."""
 
 
-@lru_cache(maxsize=1024)
-def read_truth(ground_truth: str) -> Answer:
-    """The ground truth, which may stand in a box or in dollars. Cached: a group's responses share it."""
-    return read(clean(ground_truth))
+@lru_cache(maxsize=2048)
+def read_raw(text: str, *, sentences: bool = False) -> Answer:
+    """As `read`, of a text that is not cleaned. Cached: a group's responses share the ground truth, and often state the
+    same answer in the same words."""
+    return read(clean(text), sentences=sentences)
 
 
 def read(text: str, *, sentences: bool = False) -> Answer:
@@ -151,9 +151,6 @@ def _unwrap(text: str) -> tuple[str, str]:
     return text[len(opener) : len(text) - len(closer)], opener[-1] + closer[-1]
 
 
-_NUMERAL = re.compile(r"\s*[+-]?[\d.,]*\d")
-
-
 def _read_sentence(text: str) -> str | None:
     """The numeral of `The total is 42`, `There are 42 ways` or `42, because ...`; None if the words hedge or deny."""
     text = text.replace("\u2014", " - ")
@@ -171,7 +168,7 @@ def _read_sentence(text: str) -> str | None:
     if tail and number is not None:
         return head
     copulas = [copula.end() for copula in _PATTERNS["copula"].finditer(head)]
-    if not copulas or len({stated[0] for at in copulas if (stated := _NUMERAL.match(head, at))}) > 1:
+    if not copulas or len({stated[0] for at in copulas if (stated := _PATTERNS["numeral"].match(head, at))}) > 1:
         return None  # `x is 3, y is 4`
     committed = strip_edges(head[copulas[-1] :])
     return committed if read_number(committed) is not None else None

@@ -29,18 +29,14 @@ _PATTERNS = patterns("algebra")
 _ARITHMETIC = frozenset(WORDS["macros"]["arithmetic"].split())
 _ALGEBRA = _ARITHMETIC | frozenset(WORDS["macros"]["algebra"].split())
 _names_as_macros, _explicit_factors = Rewriting("names"), Rewriting("factors")
-_DEGREES = re.compile(r"(\d+)\s*°")
-_CARET = re.compile(r"\^\s*")
-_ANOTHER_CARET = re.compile(r"\s*\^")
-_BRACES = re.compile(r"[{}]")
-_NUMERALS = re.compile(r"\d+")
 
 
 def normalise(text: str) -> str:
     r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
     text = _names_as_macros(" ".join(text.split()))
     if "°" in text:
-        text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})" if _PATTERNS["trigonometric"].search(text) else r"\1", text)
+        radians = r"(\1\\cdot\\frac{\\pi}{180})" if _PATTERNS["trigonometric"].search(text) else r"\1"
+        text = _PATTERNS["degrees"].sub(radians, text)
     return _PATTERNS["decimals"].sub(_as_fraction, _explicit_factors(text))
 
 
@@ -96,14 +92,14 @@ def _balanced(text: str) -> bool:
 def _exponents(text: str) -> list[str]:
     """The text of every exponent, those inside exponents included; a plain `^9^9` gives one that begins with `^`."""
     exponents = []
-    for caret in _CARET.finditer(text):
+    for caret in _PATTERNS["caret"].finditer(text):
         begin = caret.end()
         if not text.startswith("{", begin):
             bare = _PATTERNS["bare_exponent"].match(text, begin)
             exponents.append(bare[0] if bare else "^^")
-        elif (after := closing(text, begin, len(text), _BRACES)) >= 0:
+        elif (after := closing(text, begin, len(text), _PATTERNS["braces"])) >= 0:
             exponents.append(text[begin + 1 : after - 1])
-            exponents += ["^^"] if _ANOTHER_CARET.match(text, after) else []
+            exponents += ["^^"] if _PATTERNS["another_caret"].match(text, after) else []
     return exponents
 
 
@@ -113,13 +109,13 @@ def _small(text: str) -> bool:
     if len(exponents) > 16 or text.count("!") > 4 or text.count("\\exp") > 1:
         return False
     for exponent in exponents:
-        tower = "^" in exponent and any(int(each) > 3 for each in _NUMERALS.findall(exponent))
+        tower = "^" in exponent and any(int(each) > 3 for each in _PATTERNS["numerals"].findall(exponent))
         if tower or exponent.count("^") > 1 or _PATTERNS["grows"].search(exponent):
             return False
     if any(not numeral or int(numeral) > 500 for numeral in _PATTERNS["factorials"].findall(text)):
         return False
     if "\\binom" in text and (
-        "^" in text or "!" in text or max(map(int, _NUMERALS.findall(text)), default=0) > _BINOMIAL_LIMIT
+        "^" in text or "!" in text or max(map(int, _PATTERNS["numerals"].findall(text)), default=0) > _BINOMIAL_LIMIT
     ):
         return False
     return _largest_power(text, exponents) <= _EXPONENT_LIMIT
@@ -127,7 +123,7 @@ def _small(text: str) -> bool:
 
 def _largest_power(text: str, exponents: list[str]) -> int:
     """The largest product of the numerals in an exponent; in all of them where powers are raised to powers."""
-    products = [math.prod(max(int(numeral), 1) for numeral in _NUMERALS.findall(each)) for each in exponents]
+    products = [math.prod(max(int(n), 1) for n in _PATTERNS["numerals"].findall(each)) for each in exponents]
     return math.prod(products) if _PATTERNS["power_of_group"].search(text) else max(products, default=1)
 
 

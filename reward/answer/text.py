@@ -47,9 +47,7 @@ class Rewriting:
     def __call__(self, text: str) -> str:
         for needs, find, put, times in self._rules:
             for _ in range(times if needs in text else 0):
-                text, count = find.subn(put, text)
-                if not count:
-                    break
+                text = find.sub(put, text)
         return text
 
 
@@ -126,7 +124,6 @@ def clean(text: str) -> str:
 def strip_edges(text: str) -> str:
     """Without quotes, markdown, trailing punctuation, line breaks written as `\\\\`, and braces around the whole."""
     for _ in range(6):
-        before = len(text)
         text = text.lstrip(_EDGES_LEFT).rstrip(_EDGES_RIGHT)
         while text.endswith(("\\", "\\n")):
             text = text.removesuffix("n")[:-1].rstrip(_EDGES_RIGHT)
@@ -136,17 +133,12 @@ def strip_edges(text: str) -> str:
             text = text[:-1]  # the end of a table's row
         if text.startswith("{") and text.endswith("}") and enclosed(text):
             text = text[1:-1]
-        if len(text) == before:
-            break
     return text
-
-
-_BRACKETS = re.compile(r"\\?[()\[\]{}]")
 
 
 def enclosed(text: str) -> bool:
     """Whether the bracket that opens `text` closes at its very end, as in `(1+(2))` and unlike `(1)(2)`."""
-    return closing(text, 0, len(text), _BRACKETS) == len(text)
+    return closing(text, 0, len(text), _PATTERNS["brackets"]) == len(text)
 
 
 def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:

@@ -199,10 +199,10 @@ class _Caller:
         except (LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
             raise TestedCodeError(f"its answer is no value: {error}") from None
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self) -> NoReturn:
         """Ends the tests, which cannot pass any more whatever they catch."""
         self.misused = True
-        raise _Ended(f"{what} of an object of the tested code")
+        raise _Ended
 
 
 class _StandIn:
@@ -231,16 +231,13 @@ class _StandIn:
 
     def _text(self, method: str) -> str:
         if "method" in self._target:
-            self._caller.refuse(method)
+            self._caller.refuse()
         text = self._caller.call(self._target | {"method": method}, (), {})
-        return text if type(text) is str else self._caller.refuse(method)
+        return text if type(text) is str else self._caller.refuse()
 
 
-def _refused(name: str) -> Any:
-    def operator(self: _StandIn, *_: Any) -> NoReturn:
-        self._caller.refuse(name)
-
-    return operator
+def _refused(stand_in: _StandIn, *_: Any) -> NoReturn:
+    stand_in._caller.refuse()
 
 
 _TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
@@ -249,7 +246,7 @@ _ONE_SIDED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "len", "iter",
               "setitem", "delitem", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "enter",
               "exit", "await", "aiter", "anext", "format")  # fmt: skip
 for _name in (*_ONE_SIDED, *_TWO_SIDED, *(f"r{name}" for name in _TWO_SIDED)):
-    setattr(_StandIn, f"__{_name}__", _refused(f"__{_name}__"))
+    setattr(_StandIn, f"__{_name}__", _refused)
 
 
 def _target_of(value: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A frame is its length (8 bytes, big endian) and JSON. Numbers, texts, None and b
 else is {"tag": content}. Example: (1, {2}) is {"t": [1, {"s": [2]}]}.
 """
 
+import itertools
 import json
 import os
 import select
@@ -88,7 +89,10 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         if isinstance(value, kind):
             return {tag: [encode(item, refer) for item in value]}
     if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
-        return {"i": [encode(item, refer) for item in _some(value)]}
+        items = list(itertools.islice(value, ITEMS_LIMIT + 1))
+        if len(items) > ITEMS_LIMIT:
+            raise NotPlain(f"an iterator of more than {ITEMS_LIMIT} items")
+        return {"i": [encode(item, refer) for item in items]}
     if refer is not None:
         return {"o": refer(value)}
     raise NotPlain(f"{type(value).__name__} cannot be passed; only plain values can")
@@ -99,13 +103,6 @@ def become(value: Any, other: Any) -> None:
     if any(isinstance(value, kind) and isinstance(other, kind) for kind in CHANGEABLE):
         value.clear()
         (value.update if isinstance(value, dict | set) else value.extend)(other)
-
-
-def _some(items: Any) -> Iterator[Any]:
-    for number, item in enumerate(items):
-        if number == ITEMS_LIMIT:
-            raise NotPlain(f"an iterator of more than {ITEMS_LIMIT} items")
-        yield item
 
 
 def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:

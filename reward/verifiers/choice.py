@@ -2,7 +2,7 @@
 `(B)`, `B. 42`, `Option B`."""
 
 from reward.answer.extract import last_statement
-from reward.answer.text import clean, patterns, plain_characters
+from reward.answer.text import clean, patterns
 from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
 
 OPTION = patterns("option")
@@ -59,4 +59,4 @@ def judge(request: VerificationRequest) -> Judgement:
 
 
 def _letter(text: str) -> str | None:
-    return option(clean(plain_characters(text[:EXTRACTED_LIMIT])))
+    return option(clean(text[:EXTRACTED_LIMIT]))

@@ -24,11 +24,8 @@ UNSTATED = "[INVALID]"
 _STATED = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 _TABLE = tomllib.loads(Path(__file__).with_name("minerva.toml").read_text("ascii"))
-_REMOVED = [*_TABLE["words"].split(), *_TABLE["texts"]]
-_UNWRAPPED = tuple(re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline"))
-_BOX = re.compile(r"\\boxed\{(.*)\}")
-_SHORT_FRACTION = re.compile(r"frac([^{])(.)")
-_SHORT_ROOT = re.compile(r"sqrt([^{])")
+_REPLACED = [*_TABLE["replaced"], *((text, "") for text in (*_TABLE["words"].split(), *_TABLE["texts"]))]
+_REWRITTEN = [(re.compile(pattern), put) for pattern, put in _TABLE["rewritten"]]
 
 
 def judge(request: VerificationRequest) -> Judgement:
@@ -40,34 +37,20 @@ def judge(request: VerificationRequest) -> Judgement:
     check_length(request.ground_truth)
     stated = _STATED.findall(request.response[-WINDOW:])
     given = normalise(stated[-1] if stated else UNSTATED)
-    right = given == _truth(request.ground_truth)
+    right = given == normalise(request.ground_truth)
     return Judgement(accuracy=right, extracted=given[:EXTRACTED_LIMIT] if stated else None, rule=RULE)
 
 
 @lru_cache(maxsize=4096)
-def _truth(ground_truth: str) -> str:
-    return normalise(ground_truth)
-
-
 def normalise(text: str) -> str:
-    r"""The Minerva normalisation. Example: normalise("x = \\frac12 units") == "\\frac{1}{2}"."""
+    r"""The Minerva normalisation. Example: normalise("x = \\frac12 units") == "\\frac{1}{2}".
+
+    Cached: a group's responses share the ground truth, and often state the same answer in the same words.
+    """
     text = text.rpartition("=")[2]
-    for before, after in _TABLE["replaced"]:
+    for before, after in _REPLACED:
         text = text.replace(before, after)
-    for removed in _REMOVED:
-        text = text.replace(removed, "")
-    if "$" in text:
-        text = "\n".join(_between_dollars(line) for line in text.split("\n"))
-    for wrapper in _UNWRAPPED:
-        text = wrapper.sub(r"\1", text)
-    text = _BOX.sub(r"\1", text)
-    text = _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
-    text = _SHORT_ROOT.sub(r"sqrt{\1}", text).replace("$", "")
+    for pattern, put in _REWRITTEN:
+        text = pattern.sub(put, text)
     digits = text.replace(",", "")
     return (digits if digits.isdigit() else text).strip()
-
-
-def _between_dollars(line: str) -> str:
-    """Of a line with two dollar signs, what stands between the first two."""
-    parts = line.split("$", 2)
-    return f"${parts[1]}$" if len(parts) == 3 else line

@@ -1,13 +1,12 @@
 """Verifier `robust`, the default: the last stated answer, in any dress, equal to the ground truth in value."""
 
-import re
 from functools import lru_cache
 
 from reward.answer import symbolic
 from reward.answer.compare import compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
-from reward.answer.read import Answer, read, read_truth
+from reward.answer.read import Answer, read, read_raw
 from reward.answer.text import WORDS, Rewriting, clean, compact, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError, check_length
 from reward.verifiers.choice import OPTION, labelled, option
@@ -15,8 +14,6 @@ from reward.verifiers.choice import OPTION, labelled, option
 _PATTERNS = patterns("comparison")
 _PLAIN_INTEGER = _PATTERNS["plain_integer"]
 _PLACEHOLDERS = frozenset(WORDS["placeholders"]["texts"].split())
-_NUMERAL = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
-_OPTION = re.compile(r"\(?([A-J])\)?")
 _PROMPT_LIMIT = 20_000
 _one_spelling = Rewriting("spelling")
 
@@ -44,7 +41,7 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
 
 def _truth(ground_truth: str) -> Answer:
     stated = last_statement(ground_truth) if "\\boxed" in ground_truth else None
-    truth = read_truth(stated.text if stated else ground_truth)
+    truth = read_raw(stated.text if stated else ground_truth)
     if not truth.text:
         raise VerifierError(f"ground truth {ground_truth[:40]!r} holds no answer")
     return truth
@@ -54,7 +51,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     if len(statement.text) > LINE_LIMIT:
         extracted = clean(statement.text[:EXTRACTED_LIMIT])
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
-    stated = _read(statement.text)
+    stated = read_raw(statement.text, sentences=True)
     extracted = stated.text[:EXTRACTED_LIMIT]
     if _is_placeholder(stated.text, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.PLACEHOLDER)
@@ -78,17 +75,11 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     return Deferred(answer=form[0], truth=form[1], extracted=extracted)
 
 
-@lru_cache(maxsize=1024)
-def _read(text: str) -> Answer:
-    """Cached: a group's responses often state the same answer in the same words."""
-    return read(clean(text), sentences=True)
-
-
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
     """The answer, joined with its rivals to a list if a list was asked for; None if the rivals make it a hedge."""
     if not statement.rivals:
         return answer
-    rivals = [_read(rival) for rival in reversed(statement.rivals)]
+    rivals = [read_raw(rival, sentences=True) for rival in reversed(statement.rivals)]
     if truth.items:
         items = tuple(item for each in (*rivals, answer) for item in (each.items or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)
@@ -104,7 +95,7 @@ def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
     if answer is None or answer.number is not None or not answer.text:
         return answer
     label = labelled(answer.text)
-    if asked := _OPTION.fullmatch(truth.text):
+    if asked := OPTION["alone"].fullmatch(truth.text):
         in_words = option(answer.text) if OPTION["in_words"].fullmatch(answer.text) else None
         return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
     return read(label[1]) if label and labelled(truth.text) is None else answer
@@ -115,7 +106,7 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
     bare = compact(text).lower()
     if bare not in _PLACEHOLDERS or bare != compact(truth.text).lower():
         return not bare or bare in _PLACEHOLDERS
-    shown = [clean(shown.group(1)) for shown in re.finditer(r"(?i)answer:[ \t]{0,5}([^\s\"']{1,100})", prompt)]
+    shown = [clean(shown.group(1)) for shown in _PATTERNS["shown"].finditer(prompt)]
     return text in shown
 
 
@@ -146,7 +137,7 @@ def _in_order(body: str, prompt: str) -> bool:
 
 def _numerals(text: str) -> list[str]:
     """`84`, `84.0` and `084` are one."""
-    return [found[0].lstrip("0").removesuffix(".0") or "0" for found in _NUMERAL.finditer(text)]
+    return [found[0].lstrip("0").removesuffix(".0") or "0" for found in _PATTERNS["numerals"].finditer(text)]
 
 
 @lru_cache(maxsize=256)

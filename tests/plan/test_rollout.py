@@ -7,8 +7,13 @@ from statistics import mean
 import numpy as np
 import pytest
 
+from megatron_dapo.config import load_config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
+from megatron_dapo.plan.memory import server_memory
 from megatron_dapo.plan.rollout import Fleet, Group, Workload, fill_batches, groups, mean_running_context
+from megatron_dapo.plan.scenario import BUILT_IN, Scenario
+from megatron_dapo.plan.step_plan import fleet_of
+from tests.plan.conftest import RECIPES
 
 WORKLOAD = Workload(
     mean_response=4000,
@@ -19,7 +24,7 @@ WORKLOAD = Workload(
     longest=20480,
     group_size=16,
 )
-SECOND_A_TOKEN = Fleet(slots=2, mean_prompt=0, prefill_s=0, fixed_s=1.0, cache_s=0, response_s=0, overhead_s=0)
+SECOND_A_TOKEN = Fleet(slots=2, mean_prompt=0, prefill_s=0, step_s=lambda running, context: 1.0)
 
 
 def algorithm(prompts: int, **sampling) -> AlgorithmConfig:
@@ -41,25 +46,29 @@ def test_slots_are_taken_in_order_and_the_longest_ends_the_step():
 
 
 def test_a_decode_step_costs_what_its_context_costs():
-    fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=0, cache_s=1.0, mean_prompt=100)
+    fleet = dataclasses.replace(SECOND_A_TOKEN, step_s=lambda running, context: context, mean_prompt=100)
     [step] = fill_batches(algorithm(1, filter="off"), fleet, iter([Group(lengths=(4, 4), correct=1)]), 1)
     assert step.seconds == 4 * (2 * 100 + 2 * 2), "both contexts, at their mean over the four tokens"
 
 
-def test_arithmetic_bounds_a_decode_step_from_below():
-    fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=1.0, overhead_s=0.5, response_s=2.0)
-    assert fleet.step_s(3, context=0) == 6.5
-    assert dataclasses.replace(fleet, head_s=0.25).step_s(3, context=0) == 7.25, (
-        "an output layer in float32 comes after"
-    )
-
-
-def test_a_decode_step_reads_the_experts_that_its_responses_need():
-    """Two of eight experts a token on two servers: of one response each a quarter, of two each 7/16, of many all."""
-    fleet = dataclasses.replace(SECOND_A_TOKEN, fixed_s=1.0, experts_s=16.0, missed=0.75, servers=2)
-    assert fleet.step_s(2, context=0) == 1 + 4
-    assert fleet.step_s(4, context=0) == 1 + 7
-    assert fleet.step_s(400, context=0) == pytest.approx(1 + 16)
+def test_a_decode_step_reads_or_calculates_whichever_takes_longer(constants):
+    config, hf = load_config(RECIPES / "h100_32.yaml"), BUILT_IN["Qwen2.5-32B"]
+    servers, parallel = config.rollout.servers, config.rollout.tensor_parallel
+    case = Scenario(config, hf, constants)
+    memory, seconds = server_memory(case), fleet_of(case, server_memory(case)).step_s
+    overhead = constants.decode_overhead + 2 * 64 * constants.decode_reduce_latency
+    bandwidth, speed = 3.35e12 * constants.decode_efficiency, 989e12 * constants.prefill_efficiency * parallel
+    head = hf.vocab_size * hf.hidden_size
+    weights, products = 2 * 32763876352 / parallel, 2 * (32763876352 - head)
+    assert memory.weights == weights
+    assert seconds(1, 0) == pytest.approx(overhead + weights / bandwidth)
+    cache = memory.kv_bytes_per_token * 10**6 / servers
+    assert seconds(1, 10**6) == pytest.approx(overhead + (weights + cache) / bandwidth)
+    assert seconds(10**6, 0) == pytest.approx(overhead + 10**6 / servers * products / speed)
+    wide = case.changed({"model.fp32_head": True})
+    slow = 2 * head / (67e12 * constants.prefill_efficiency * parallel)
+    later = seconds(10**6, 0) + 10**6 / servers * slow
+    assert fleet_of(wide, server_memory(wide)).step_s(10**6, 0) == pytest.approx(later), "float32 comes after all else"
 
 
 @pytest.mark.parametrize(

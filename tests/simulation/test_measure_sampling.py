@@ -171,7 +171,7 @@ def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path, s
         return seconds, tokens
 
     seconds, tokens = run_virtually(test())
-    fleet = Fleet(slots=16, mean_prompt=50, prefill_s=0, fixed_s=0.01, cache_s=1e-6, response_s=0, overhead_s=0)
+    fleet = Fleet(slots=16, mean_prompt=50, prefill_s=0, step_s=lambda _, context: 0.01 + 1e-6 * context)
     source = (prompts.group(position) for position in itertools.count())
     planned = fill_batches(config, fleet, source, 3, interrupts=not waits)
     refill, carries = config.dynamic_sampling.filter == "refill", config.dynamic_sampling.max_staleness > 0
