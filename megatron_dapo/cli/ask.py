@@ -72,10 +72,12 @@ async def by_server(config: Config, text: Any, request: GenerationRequest) -> st
 def _by_transformers(model: Path, tokenizer: Any, request: GenerationRequest) -> None:
     """Prints the answer as it is written."""
     import torch
-    from transformers import AutoModelForCausalLM, TextStreamer
+    from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
     network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True)
     ids, sampling = torch.tensor(request.prompt_ids[None], dtype=torch.int64), request.sampling
+    # As a server draws: it follows neither the model's generation_config.json nor the library's top_k of 50.
+    network.generation_config = GenerationConfig(top_k=0, top_p=sampling.top_p)
     drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
     network.generate(
         ids,

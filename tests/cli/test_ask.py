@@ -1,6 +1,7 @@
 """`megatron-dapo ask`: which prompt a model gets, and what is refused."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,16 @@ def test_the_models_chat_template_surrounds_the_prompt(capsys):
     assert capsys.readouterr().out == answer
     ask(BASE, PROBLEM, 3)
     assert len(capsys.readouterr().out) < len(answer)
+
+
+def test_the_models_own_settings_of_generation_change_nothing_as_in_a_server(tmp_path, capsys):
+    ask(BASE, PROBLEM)
+    answer = capsys.readouterr().out
+    shutil.copytree(BASE, tmp_path / "model")
+    settings = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "do_sample": True, "top_k": 1}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    ask(tmp_path / "model", PROBLEM)
+    assert capsys.readouterr().out == answer
 
 
 def test_nothing_but_the_answer_is_shown():

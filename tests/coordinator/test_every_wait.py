@@ -290,7 +290,7 @@ def test_verdicts(monkeypatch) -> None:
     async def test(pool: RewardPool) -> None:
         monkeypatch.setattr(pool_module, "START_LIMIT_S", 0.0)
         monkeypatch.setattr(pool_module, "_LOOK_EVERY_S", 0.05)
-        monkeypatch.setattr(pool, "_enqueue", lambda works: None)  # no worker ever sees the request
+        monkeypatch.setattr(pool._fast, "put_nowait", lambda work: None)  # no worker ever sees the request
         with pytest.raises(PoolError, match=r"reward pool: no verdict for \d+ s; workers \["):
             await pool.verify([VerificationRequest(response="Answer: 1", ground_truth="1")])
 

@@ -53,7 +53,7 @@ def test_the_result_has_figures_with_intervals(whole):
 
 def test_it_says_what_it_starts_and_its_state_is_in_a_file(whole):
     log = next(whole.parent.glob("eval*.txt")).read_text()
-    assert log.index("starting 1 server") < log.index("servers ready after")
+    assert log.index("starting 2 server(s)") < log.index("servers ready after")
     state = read_heartbeat(whole)
     assert (state.state, state.progress) == ("finished", {"evaluation": Count(120, 120, "responses")})
 
