@@ -34,12 +34,14 @@ class Communicators:
             ValueError: `used`, and torch has loaded none, or an older one.
         """
         self._suspended: list[ctypes.c_void_p] = []
+        if not used:
+            return
         version = ctypes.c_int()
         with suppress(OSError):  # none is loaded
             self._nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
             self._nccl.ncclGetLastError.restype = ctypes.c_char_p
             self._nccl.ncclGetVersion(ctypes.byref(version))
-        if used and version.value < OLDEST:
+        if version.value < OLDEST:
             found = version.value or "none"
             raise ValueError(f"actor.offload.communicators: needs NCCL {OLDEST} (2.29.7); torch has loaded {found}")
 
