@@ -76,15 +76,10 @@ def _by_transformers(model: Path, tokenizer: Any, request: GenerationRequest) ->
 
     network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True)
     ids, sampling = torch.tensor(request.prompt_ids[None], dtype=torch.int64), request.sampling
-    # As a server draws: it follows neither the model's generation_config.json nor the library's top_k of 50.
-    network.generation_config = GenerationConfig(top_k=0, top_p=sampling.top_p)
     drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
-    network.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=list(sampling.stop_token_ids),
-        pad_token_id=sampling.stop_token_ids[0],
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **drawn,
-    )
+    drawn |= {"max_new_tokens": sampling.max_new_tokens, "top_p": sampling.top_p, "top_k": 0}
+    ends = {"eos_token_id": list(sampling.stop_token_ids), "pad_token_id": sampling.stop_token_ids[0]}
+    # As a server draws: it follows neither the model's generation_config.json nor the library's top_k of 50.
+    network.generation_config = GenerationConfig(**drawn, **ends)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    network.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)
