@@ -57,11 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check(options)
         options.out.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(options.out)
-        try:
+        with lock_folder(options.out):
             return convert(options) if options.command == "convert" else integers(options)
-        finally:
-            lock.release()
     except FolderHeld:
         print(f"--out {options.out}: another command writes there; wait for it or name another folder", file=sys.stderr)
         return EXIT_USAGE

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,9 +56,8 @@ class ResponseLog:
         self.known[key] = answer
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """The folder of one evaluation, in which one process writes at a time.
+def locked(folder: Path) -> AbstractContextManager[object]:
+    """The folder of one evaluation, in which one process writes at a time: a context that lets it go.
 
     Raises:
         EvaluationError: another process holds it.
@@ -66,15 +65,11 @@ def locked(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock = lock_folder(folder)
+        return lock_folder(folder)
     except FolderHeld:
         raise EvaluationError(
             f"{folder}: another evaluation writes there; wait for it, or give another --out"
         ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

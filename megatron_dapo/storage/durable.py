@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 LOCK_NAME = ".lock"
 
@@ -121,8 +121,9 @@ class FolderHeld(RuntimeError):
     """Another process holds the folder."""
 
 
-def lock_folder(folder: Path) -> FileLock:
-    """Returns the lock, held. The kernel gives it free when this process ends, however it ends.
+def lock_folder(folder: Path) -> AcquireReturnProxy:
+    """Returns the lock, held, as a context that lets it go. The kernel gives it free when this process ends, however it
+    ends.
 
     Raises:
         FolderHeld: another process holds it.
@@ -131,7 +132,7 @@ def lock_folder(folder: Path) -> FileLock:
     """
     lock = FileLock(str(folder / LOCK_NAME), fallback_to_soft=False)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         raise FolderHeld from None
     except OSError as error:
@@ -143,4 +144,3 @@ def lock_folder(folder: Path) -> FileLock:
             "(Lustre: -o flock, NFS: its lock service) or take another",
             str(folder),
         ) from None
-    return lock

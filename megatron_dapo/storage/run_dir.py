@@ -150,7 +150,7 @@ class RunDir:
         with _usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
         with _usable(path):
-            self._lock = files.lock_folder(self.path)
+            self._lock = files.lock_folder(self.path).lock
         self._identity = _identity(self.path)
         try:
             if not resume:

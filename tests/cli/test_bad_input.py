@@ -128,9 +128,8 @@ def test_a_run_directory_that_holds_a_run(refused, tmp_path):
 def test_a_run_directory_that_a_live_run_holds(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
-    held = lock_folder(tmp_path / "run")
-    expect(run(), ExitCode.CONFIG, "a live run holds it", "megatron-dapo status", "wait for it", within_s=30)
-    held.release()
+    with lock_folder(tmp_path / "run"):
+        expect(run(), ExitCode.CONFIG, "a live run holds it", "megatron-dapo status", "wait for it", within_s=30)
 
 
 def test_a_run_directory_that_cannot_be_written(refused, tmp_path):

@@ -114,7 +114,8 @@ def test_a_killed_holder_holds_nothing(tmp_path):
         lock_folder(tmp_path)
     holder.kill()
     holder.wait(10)
-    lock_folder(tmp_path).release()
+    with lock_folder(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
