@@ -1,10 +1,9 @@
 """`megatron-dapo plan`: memory, seconds and GPU-hours of a config, before a GPU is asked for."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,9 +11,6 @@ from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.monitor.console import text_page
-
-if TYPE_CHECKING:
-    from megatron_dapo.plan.planner import Plan
 
 
 def plan(
@@ -41,24 +37,8 @@ def plan(
     found = make_plan(Scenario(loaded, hf, constants))
     size = {"source": source, "parameters": model_parameters(hf), "active": active_parameters(hf)}
     if json:
-        print(dumps(_tree(size, found), indent=2))
+        print(dumps({"model": size} | found.tree(), indent=2))
     else:
         named = {"plan": found, "case": found.case, "step": found.step, "shared": share_gpus(loaded), "phases": PHASES}
         print(text_page("megatron_dapo.plan", "plan.txt.j2", **named, **size))
     raise typer.Exit(ExitCode.CONFIG if found.misfits else ExitCode.FINISHED)
-
-
-def _tree(model: Mapping[str, Any], plan: "Plan") -> dict[str, Any]:
-    """The plan as JSON holds it: bytes, seconds, tokens."""
-    derived = {name: getattr(plan.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
-    return {
-        "model": model,
-        "fits": not plan.misfits,
-        "gpu_memory": plan.case.constants.gpu_memory,
-        "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in plan.ranks],
-        "server": plan.server and asdict(plan.server),
-        "host": plan.host,
-        "misfits": [asdict(misfit) for misfit in plan.misfits],
-        "workload": asdict(plan.case.workload),
-        "step": plan.step and asdict(plan.step) | derived | {"gpu_hours": plan.gpu_hours},
-    }

@@ -2,8 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from megatron_dapo.actor.model.hf_config import check_actor, check_blocks
 from megatron_dapo.config import ConfigError
@@ -55,6 +55,20 @@ class Plan:
         """Of the whole run."""
         assert self.step is not None
         return self.step.seconds * self.case.config.run.rollout_steps * self.step.gpus / 3600
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON holds it: bytes, seconds, tokens."""
+        derived = {name: getattr(self.step, name, None) for name in ("seconds", "tokens_per_s_per_gpu")}
+        return {
+            "fits": not self.misfits,
+            "gpu_memory": self.case.constants.gpu_memory,
+            "trainer": [asdict(rank) | {"peaks": rank.peaks} for rank in self.ranks],
+            "server": self.server and asdict(self.server),
+            "host": self.host,
+            "misfits": [asdict(misfit) for misfit in self.misfits],
+            "workload": asdict(self.case.workload),
+            "step": self.step and asdict(self.step) | derived | {"gpu_hours": self.gpu_hours},
+        }
 
 
 def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] = ()) -> Plan:
