@@ -84,16 +84,14 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
         OSError: the folder cannot be written.
     """
     _check_settings(folder, settings)
-    known = _read(folder / RESPONSES)
     with (folder / RESPONSES).open("a", encoding="utf-8") as file:
-        yield ResponseLog(known, file)
+        yield ResponseLog(_read(folder / RESPONSES), file)
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     path = folder / SETTINGS
     if not path.exists():
         replace_file(path, json.dumps(settings, indent=2) + "\n")
-        return
     try:
         before = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
@@ -108,8 +106,6 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[AnswerKey, Answer]:
     """What is there; a last line that a killed process did not finish is cut off."""
-    if not path.exists():
-        return {}
     drop_torn_line(path)
     known = {}
     for place, text in whole_lines(path):
