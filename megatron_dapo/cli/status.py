@@ -94,11 +94,9 @@ def status(
             time.sleep(INTERVAL_S if screen.is_terminal else QUIET_S)
 
 
-def _may_go_on(log: Path | None) -> bool:
+def _may_go_on(log: Path) -> bool:
     """Whether the newest Slurm job says that it goes back into the queue, or has written something just now; not where
     Slurm has no job of the run any more."""
-    if log is None:
-        return False
     last = log.read_text(errors="replace")[-2000:]
     requeued = "going back into the queue" in last.replace("not going back", "") or "DUE TO" in last
     recent = time.time() - log.stat().st_mtime < SILENT_S
@@ -142,7 +140,7 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     alive, said = liveness(beat, lock_holder(folder), finished=bool(run.summary), now=time.time())
     alarms = HealthMonitor(run.lines, **run.alarm_bounds).alarms
     job = "" if alive or said.startswith("finished") else _job_log(log)
-    going = bool(job) and _may_go_on(log)
+    going = bool(job and log and _may_go_on(log))
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
     shown = said.replace("died without an error message", ended) + ("; Slurm may start it again" if going else "")
     named: dict[str, Any] = {"run": run, "beat": beat, "alive": alive, "alarms": alarms}
@@ -167,10 +165,9 @@ def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
         return [f"no rollout step of {planned or 'unknown many'} is done; {kept}"]
     newest = run.lines[-1]
     recent = [line["timing/step"] for line in run.lines[-RECENT:] if line.get("timing/step")]
-    text = f"{newest['rollout_step']} of {planned or '?'} rollout steps, {newest.get('optimizer_step')} optimizer steps"
-    total = max(planned or 0, run.steps)
-    try:
+    done = f"{newest['rollout_step']} of {planned or '?'} rollout steps, {newest.get('optimizer_step')} optimizer steps"
+    total, told = max(planned or 0, run.steps), [f"{done}; {kept}"]
+    with suppress(KeyError, TypeError, ZeroDivisionError):  # a line that lacks some of these figures
         left = (total - run.steps) * sum(recent) / len(recent)
-        return [f"{text}; {kept}", step_line(newest, total=total, seconds_left=left)]
-    except (KeyError, TypeError, ZeroDivisionError):  # a line that lacks some of these figures
-        return [f"{text}; {kept}"]
+        told.append(step_line(newest, total=total, seconds_left=left))
+    return told
