@@ -30,25 +30,23 @@ class _Loader(yaml.SafeLoader):
 
 
 _SCALARS = {
+    "null": r"^(~|null|Null|NULL|)$",
+    "merge": r"^<<$",
     "bool": r"^(true|True|TRUE|false|False|FALSE)$",
     "int": r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0o[0-7_]+)$",
     "float": r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$|^[-+]?(\d[\d_]*)\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"
     r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
 }
-_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in (*_SCALARS, "timestamp")}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
+_Loader.yaml_implicit_resolvers = {}
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes a text that `_Loader` or a reader of YAML 1.1 would take for something else, as 1e5 and 010."""
 
 
-for _kind, _pattern in _SCALARS.items():
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789.tTfF"))
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), list("-+0123456789.tTfF"))
+for _kind, _pattern in _SCALARS.items():  # None: whatever the first character
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), None)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_pattern), None)
 
 
 ABSENT = "(no such key)"
