@@ -6,9 +6,8 @@ buffers of their own, each rank that holds the same ones. Megatron pads its buff
 counted. LoRA's adapters are float32, and all that has gradients and optimizer state.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig, LoraConfig
@@ -40,7 +39,7 @@ class StateBytes:
 
     def items(self) -> dict[str, int]:
         """Bytes by what they hold."""
-        return {name.replace("_", " "): value for name, value in dataclasses.asdict(self).items()}
+        return {name.replace("_", " "): value for name, value in asdict(self).items()}
 
 
 def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int) -> StateBytes:

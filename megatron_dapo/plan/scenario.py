@@ -3,10 +3,8 @@
 The model's sizes come from its folder's config.json, or are built-in ones where the folder is not there yet. Each
 constant has a unit and a source; they stand in one file, which a measurement may replace."""
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +19,7 @@ from megatron_dapo.config.base import Fraction
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, STATE_BYTES, model_parameters, trained_parameters
 from megatron_dapo.plan.rollout import Workload
 
-_MODELS = yaml.safe_load((resources.files(__package__) / "models.yaml").read_text())
+_MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
 
 BUILT_IN = {name: HFModelConfig.of(fields, shown=f"models.yaml, {name}") for name, fields in _MODELS.items()}
 """By the name of the model's folder, as the models are published."""
@@ -49,7 +47,7 @@ def changed(config: Any, changes: Changes) -> Any:
     """`config`, or a section of it, with the keys in `changes` set."""
     for key, value in changes.items():
         name, _, rest = key.partition(".")
-        config = dataclasses.replace(config, **{name: changed(getattr(config, name), {rest: value}) if rest else value})
+        config = replace(config, **{name: changed(getattr(config, name), {rest: value}) if rest else value})
     return config
 
 
@@ -125,7 +123,7 @@ def load_calibration(file: Path | None = None) -> Calibration:
     Raises:
         ConfigError: a constant is missing, unknown, without unit or source, or no sensible number.
     """
-    own, shown = resources.files(__package__) / "calibration.yaml", file or "calibration.yaml of the package"
+    own, shown = Path(__file__).with_name("calibration.yaml"), file or "calibration.yaml of the package"
     try:
         entries = TypeAdapter(dict[str, _Entry]).validate_python(yaml.safe_load((file or own).read_text()))
         return Calibration(**{name: entry.value for name, entry in entries.items()})
@@ -146,7 +144,7 @@ class Scenario:
 
     def changed(self, changes: Changes) -> "Scenario":
         """With keys of the config set."""
-        return dataclasses.replace(self, config=changed(self.config, changes))
+        return replace(self, config=changed(self.config, changes))
 
     @property
     def dtype_bytes(self) -> int:

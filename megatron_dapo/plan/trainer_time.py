@@ -16,8 +16,7 @@ row's activations to the next one, in backward their gradients to the one before
 Nothing is assumed to overlap: all communication is added to the arithmetic.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -119,7 +118,7 @@ def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassT
     one = _pass(case, lengths, 3 * forward + again, more)
     recompute_s = (one.compute_s - one.padding_s) * float(again.sum() / (3 * forward + again).sum())
     own = {"recompute_s": recompute_s, "data_s": _data_seconds(case, state), "flops": float(3 * forward.sum())}
-    return dataclasses.replace(one, **own)
+    return replace(one, **own)
 
 
 def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | None = None) -> PassTime:
