@@ -158,9 +158,13 @@ class Console:
             self._bar, self._rows = None, {}
 
 
+READING: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+"""How a template is read: a name that it was not given is a fault, and a line of a block alone leaves no line."""
+
+
 def text_page(package: str, name: str, **values: Any) -> str:
     """A template of a package as text; `plain` keeps brackets in a value from being taken for rich's markup."""
-    pages = Environment(loader=PackageLoader(package), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages = Environment(loader=PackageLoader(package), **READING)
     # To rich, `\[` is a bracket also where no tag follows, as in LaTeX.
     pages.filters["plain"] = lambda text: escape(re.sub(r"\\(?=\[(?![a-z#/@]))", r"\\\\", text))
     pages.filters["duration"] = duration

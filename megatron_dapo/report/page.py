@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, select_autoescape
 from markupsafe import Markup
 
 from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.config.config_diff import departures
 from megatron_dapo.config.load import ABSENT, differences, flatten, shown
-from megatron_dapo.monitor.console import duration
+from megatron_dapo.monitor.console import READING, duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
@@ -24,13 +24,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 @cache
 def page_environment(templates: Path = TEMPLATES) -> Environment:
     """For a page that needs no network and runs no script: its templates, and the report's macros and style."""
-    environment = Environment(
-        loader=FileSystemLoader([templates, TEMPLATES]),
-        autoescape=select_autoescape(disabled_extensions=["md.j2"], default=True),  # responses are hostile text
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    escaped = select_autoescape(disabled_extensions=["md.j2"], default=True)  # responses are hostile text
+    environment = Environment(loader=FileSystemLoader([templates, TEMPLATES]), autoescape=escaped, **READING)
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
     called = (look_up, percent, difference, departures, flatten)
     environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES, "absent": ABSENT}
