@@ -4,15 +4,13 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 # SGLang leaves a few tokens of its context empty (7 in 0.5.17): a longest response may be cut by up to this many.
 CONTEXT_RESERVE = 8
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
 
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """What config.json says of FP8 weights as a trainer makes them (megatron_dapo.actor.weights.quantize)."""
