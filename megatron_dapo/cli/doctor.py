@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from megatron_dapo.cli.command_line import Overrides, wide_console
+from megatron_dapo.cli.command_line import Overrides, config_of, wide_console
 from megatron_dapo.cli.exit_codes import ExitCode
-from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config import ConfigError
 
 _STYLES = {"pass": "green", "warning": "yellow", "fail": "bold red"}
 
@@ -20,7 +20,6 @@ def doctor(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Then make one tiny rollout step with it.")] = False,
 ) -> None:
     """Look for what would stop a run: versions, GPUs, disk, ports, tokenizer, data; each line with its fix."""
-    from megatron_dapo.data.hub import with_local_paths
     from megatron_dapo.doctor import config_checks
     from megatron_dapo.doctor.probing import FIX, Facts, failed, warning
 
@@ -37,7 +36,7 @@ def doctor(
 
     facts = Facts()
     try:
-        facts = Facts(with_local_paths(load_config(config, overrides or []))) if config else facts
+        facts = Facts(config_of(config, overrides or [])) if config else facts
     except ConfigError as error:
         show("config", *failed(str(error)))
     for name, finding in config_checks.examine(facts):
