@@ -27,8 +27,9 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
     escaped = select_autoescape(disabled_extensions=["md.j2"], default=True)  # responses are hostile text
     environment = Environment(loader=FileSystemLoader([templates, TEMPLATES]), autoescape=escaped, **READING)
     environment.globals["style"] = Markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-    called = (look_up, percent, difference, departures, flatten)
-    environment.globals |= {each.__name__: each for each in called} | {"stages": STAGES, "absent": ABSENT}
+    called = (look_up, percent, difference, departures, flatten, read_heartbeat)
+    known = {"stages": STAGES, "absent": ABSENT, "tables": tables, "sections": sections}
+    environment.globals |= {each.__name__: each for each in called} | known
     environment.filters |= {each.__name__: each for each in (value_text, duration, shown)}
     environment.filters |= {"share": tables.share, "amount": tables.count}
     return environment
@@ -55,10 +56,7 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
         smooth=smooth or max(run.steps for run in runs) // 50 or 1,
         colours=[group.colour for group in groups for _ in group.runs],
         changed=[(key, [config.get(key, ABSENT) for config in configs]) for key in changed],
-        heartbeats=[read_heartbeat(run.path) for run in runs],
         prompt_groups=[tables.groups_by_prompt(run) for run in runs],
         alarms=[tables.alarm_periods(run) for run in runs],
         baseline=any("baseline" in stages for run in runs for stages in run.held_out.values()),
-        tables=tables,
-        sections=sections,
     )
