@@ -143,9 +143,10 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     going = bool(job and log and _may_go_on(log))
     ended = "ended by SIGTERM" if "CANCELLED AT" in job else "died without an error message"
     shown = said.replace("died without an error message", ended) + ("; Slurm may start it again" if going else "")
-    named: dict[str, Any] = {"run": run, "beat": beat, "alive": alive, "alarms": alarms}
-    named |= {"file": FILE, "now": time.time(), "progress": _progress(run, beat, checkpoint)}
-    named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()]}
+    planned = beat.rollout_steps if beat else run.planned
+    named: dict[str, Any] = {"run": run, "beat": beat, "alive": alive, "alarms": alarms, "planned": planned}
+    named |= {"checkpoint": checkpoint, "newest": _newest_step(run, max(planned or 0, run.steps)), "file": FILE}
+    named |= {"folder": str(folder.resolve()), "state": [shown, *job.splitlines()], "now": time.time()}
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beat.error_at or 0)) if beat else ""
     text = text_page("megatron_dapo.cli", "status.txt.j2", error_at=at, **named)
     if clear:  # everything is there at once
@@ -156,18 +157,10 @@ def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     return alive or going
 
 
-def _progress(run: Run, beat: Heartbeat | None, checkpoint: int) -> list[str]:
-    if beat is not None and not beat.rollout_steps:
-        return [f"{name}: {count.text()}" for name, count in beat.progress.items()] or ["evaluation: nothing yet"]
-    planned = beat.rollout_steps if beat else run.planned
-    kept = f"newest checkpoint after rollout step {checkpoint}" if checkpoint else "no checkpoint yet"
-    if not run.lines:
-        return [f"no rollout step of {planned or 'unknown many'} is done; {kept}"]
-    newest = run.lines[-1]
+def _newest_step(run: Run, total: int) -> list[str]:
+    """As the run printed it; empty without a step, or where its line lacks some of the figures."""
     recent = [line["timing/step"] for line in run.lines[-RECENT:] if line.get("timing/step")]
-    done = f"{newest['rollout_step']} of {planned or '?'} rollout steps, {newest.get('optimizer_step')} optimizer steps"
-    total, told = max(planned or 0, run.steps), [f"{done}; {kept}"]
-    with suppress(KeyError, TypeError, ZeroDivisionError):  # a line that lacks some of these figures
+    with suppress(KeyError, TypeError, ZeroDivisionError):
         left = (total - run.steps) * sum(recent) / len(recent)
-        told.append(step_line(newest, total=total, seconds_left=left))
-    return told
+        return [step_line(run.lines[-1], total=total, seconds_left=left)]
+    return []
