@@ -29,7 +29,7 @@ from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console, Count
-from megatron_dapo.monitor.health import SMALL_BATCH, HealthMonitor
+from megatron_dapo.monitor.health import HealthMonitor
 from megatron_dapo.monitor.statistics import EVALUATIONS
 from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.writer import AXES, MetricsWriter, WandbMirror, read_metrics
@@ -121,7 +121,6 @@ async def start_run(run: RunBase) -> RunContext:
     stack.callback(writer.close)
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-    small_batch = SMALL_BATCH.get(config.algorithm.dynamic_sampling.filter, 1.0)
     responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder, rules=inputs.rules)
 
     thinking = thinking_limit(config.rollout, inputs.text)
@@ -150,7 +149,7 @@ async def start_run(run: RunBase) -> RunContext:
         handover=handover,
         shared_gpu=shared_gpu,
         writer=writer,
-        health=HealthMonitor(done, config.monitor.mismatch_warn, small_batch),
+        health=HealthMonitor(done, config.monitor.mismatch_warn, config.algorithm.dynamic_sampling.filter),
         generator=generator,
         sampler=sampler,
         evaluator=Evaluator(config, text=inputs.text, heldout=inputs.heldout, responder=responder, folder=folder),

@@ -53,8 +53,8 @@ class HealthMonitor:
     """Lines of `read_metrics`, oldest first; what holds at their end is known already."""
     mismatch_warn: float = 0.05
     """The config's `monitor`, in nats."""
-    small_batch: float = 1.0
-    """See SMALL_BATCH."""
+    filter: str = "refill"
+    """The config's `algorithm.dynamic_sampling.filter`: what SMALL_BATCH asks for."""
 
     def __post_init__(self, history: Iterable[Line]) -> None:
         self.lines = list(history)
@@ -210,8 +210,8 @@ def no_signal(run: HealthMonitor) -> str | None:
     "algorithm.dynamic_sampling.on_limit or algorithm.dynamic_sampling.filter",
 )
 def small_batch(run: HealthMonitor) -> str | None:
-    share = run.now("sampling/batch_share")
-    return f"only {share:.0%} of the wanted groups were trained on" if share < run.small_batch else None
+    share, least = run.now("sampling/batch_share"), SMALL_BATCH.get(run.filter, 1.0)
+    return f"only {share:.0%} of the wanted groups were trained on" if share < least else None
 
 
 @_rule("They are not trained any more, and the others must do their work.", "actor.optimizer.lr")

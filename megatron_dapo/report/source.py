@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_dapo.monitor.health import SMALL_BATCH
 from megatron_dapo.monitor.statistics import EVALUATIONS, Estimate, by_way
 from megatron_dapo.monitor.writer import FILE, read_metrics
 from megatron_dapo.storage.run_dir import misshapen
@@ -83,11 +82,11 @@ class Run:
         self.evaluations = read_evaluations(self.path, self.steps, self.notes)
 
     @property
-    def alarm_bounds(self) -> dict[str, float]:
+    def alarm_bounds(self) -> dict[str, Any]:
         """Arguments of HealthMonitor that its config decides, where the file has them."""
-        warn, sampling = self.setting("monitor.mismatch_warn"), str(self.setting("algorithm.dynamic_sampling.filter"))
+        warn = self.setting("monitor.mismatch_warn")
         told = {"mismatch_warn": float(warn)} if isinstance(warn, int | float) else {}
-        return told | {"small_batch": SMALL_BATCH.get(sampling, 1.0)}
+        return told | {"filter": str(self.setting("algorithm.dynamic_sampling.filter"))}
 
     def total(self, name: str) -> float:
         """Sum of a metric over the run; 0 where it was never measured."""

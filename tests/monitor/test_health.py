@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_dapo.config.root import Config
-from megatron_dapo.monitor.health import RULES, SMALL_BATCH, Alarm, HealthMonitor
+from megatron_dapo.monitor.health import RULES, Alarm, HealthMonitor
 
 
 def alarms(lines: list[dict]) -> list[Alarm]:
@@ -78,7 +78,7 @@ def test_few_useful_groups_are_no_signal():
 
 def test_a_batch_without_its_useless_groups_is_small_only_when_little_is_left():
     for share, names in ((0.5, []), (0.2, ["small_batch"])):
-        monitor = HealthMonitor(history(sampling__batch_share=share), small_batch=SMALL_BATCH["drop"])
+        monitor = HealthMonitor(history(sampling__batch_share=share), filter="drop")
         assert [alarm.name for alarm in monitor.alarms] == names
 
 
