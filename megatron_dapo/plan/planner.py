@@ -47,8 +47,11 @@ class Plan:
     """None where something does not fit."""
 
     host: dict[str, float]
-    recompute: Recompute
-    """What `actor.recompute` needs to be, at least."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What `actor.recompute` needs to be, at least."""
+        return least_recompute(self.case)
 
     @property
     def gpu_hours(self) -> float:
@@ -93,10 +96,7 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
         step = plan_step(case, server, state, filled or rollouts(case, server, steps=steps))
     mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
-    least = least_recompute(case)
-    return Plan(
-        case=case, ranks=ranks, server=own_server, nodes=nodes, misfits=misfits, step=step, host=host, recompute=least
-    )
+    return Plan(case=case, ranks=ranks, server=own_server, nodes=nodes, misfits=misfits, step=step, host=host)
 
 
 def find_misfits(case: Scenario) -> list[Misfit]:
