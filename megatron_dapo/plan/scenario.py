@@ -55,9 +55,8 @@ def share_gpus(config: Config) -> bool:
     """`run.mode: colocated`. And one trainer rank and one server of one GPU: they take turns on the same one, if a
     machine has no other."""
     rollout = config.rollout
-    if config.run.mode == "colocated":
-        return True
-    return not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
+    alone = not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
+    return alone or config.run.mode == "colocated"
 
 
 class _Entry(BaseModel, extra="forbid", strict=True):
