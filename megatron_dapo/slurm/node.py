@@ -158,10 +158,9 @@ def _start_ray(job: Job, *options: str) -> subprocess.Popen[bytes]:
     limits = [f"--num-cpus={_cores()}", f"--num-gpus={os.environ.get('SLURM_GPUS_ON_NODE', 0)}"]
     # Fixed ports of Ray's own would meet those of another job on a shared node.
     limits += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
-    limits += ["--disable-usage-stats", "--block"]
     with _output(job).open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *limits],
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options, *limits],
             env=os.environ | {"RAY_START_HOOK": "megatron_dapo.slurm.ray_hook.without_client_server"},
             stdin=subprocess.DEVNULL,
             stdout=output,
