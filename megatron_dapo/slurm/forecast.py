@@ -1,8 +1,9 @@
 """What the plan says of a job before it is queued: whether it fits, how long saving takes, what a lost job costs."""
 
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.plan.planner import Plan, make_plan
+from megatron_dapo.plan.planner import make_plan
 from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions
+from megatron_dapo.plan.step_plan import StepPlan
 
 LEAST_WARN_S = 600
 MARGIN = 1.5
@@ -27,7 +28,7 @@ def warning_and_notes(config: Config, warn_s: int | None, limit: int | None, *, 
     if plan.step is None:
         parts = [f"{m.part}, {m.what}: needs {m.needed / 1e9:.0f} of {m.there / 1e9:.0f} GB" for m in plan.misfits]
         return warn_s or LEAST_WARN_S, [f"`megatron-dapo plan` says that this run does not fit: {'; '.join(parts)}"]
-    seconds, step_h, run = saving_seconds(plan), plan.step.seconds / 3600, config.run
+    seconds, step_h, run = saving_seconds(plan.case, plan.step), plan.step.seconds / 3600, config.run
     every, minutes = run.checkpoint_every or run.rollout_steps, run.checkpoint_minutes
     lost_h = min(every, max(1, minutes / 60 // step_h) if minutes else every) * step_h
     notes = []
@@ -41,11 +42,9 @@ def warning_and_notes(config: Config, warn_s: int | None, limit: int | None, *, 
     return warn_s, notes
 
 
-def saving_seconds(plan: Plan) -> float:
+def saving_seconds(case: Scenario, step: StepPlan) -> float:
     """From a warning at the worst time, the end of a rollout, to the end of the checkpoint. An earlier one may be under
     way; both are taken to be written at the rate of one process. Before that end the update is not waited for, and what
     the rollout has, 16 bytes a token, is written in less time than it takes."""
-    case, step = plan.case, plan.step
-    assert step is not None
     writing = case.checkpoint_bytes / case.constants.disk_write
     return step.log_prob_s + step.update_s + step.sync_s + 2 * (step.handover_s + writing)

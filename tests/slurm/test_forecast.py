@@ -32,7 +32,7 @@ def test_a_recipe_saves_often_enough_and_is_warned_in_time(file):
     every, seconds = config.run.checkpoint_every, plan.step.seconds
     assert every == max(1, 3600 // seconds)
     state = model_parameters(plan.case.hf) * (4 + 8 + 2)  # master weights, moments, weights
-    saving = saving_seconds(plan)
+    saving = saving_seconds(plan.case, plan.step)
     assert saving > plan.step.update_s + plan.step.sync_s + state / plan.case.constants.disk_write
     assert warning_and_notes(config, None, 24 * 3600, gpus=True) == (max(600, int(MARGIN * saving)), [])
     assert MARGIN * saving < 6 * 3600
