@@ -51,8 +51,7 @@ class ResponseLog:
         """One more; with the system before this returns, so that the death of this process cannot lose it."""
         mode, problem, sample = key
         line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(line) + "\n")  # line-buffered
         self.known[key] = answer
 
 
@@ -84,7 +83,7 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
         OSError: the folder cannot be written.
     """
     _check_settings(folder, settings)
-    with (folder / RESPONSES).open("a", encoding="utf-8") as file:
+    with (folder / RESPONSES).open("a", buffering=1, encoding="utf-8") as file:
         yield ResponseLog(_read(folder / RESPONSES), file)
 
 
