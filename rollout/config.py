@@ -12,6 +12,8 @@ CONTEXT_RESERVE = 8
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+WeightWay = Literal["disk", "tensor", "distributed", "delta"]
+
 QUANTIZATION = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """What config.json says of FP8 weights as a trainer makes them (megatron_dapo.actor.weights.quantize)."""
 
@@ -127,7 +129,7 @@ class RolloutConfig:
     """How running responses go on with new weights: `restart` once the fleet has them, `recompute` and `keep` each at
     its server once that has them; `keep` on its old keys and values (PipelineRL, arXiv 2509.19128)."""
 
-    weight_sync: Literal["auto", "disk", "tensor", "distributed", "delta"] = "auto"
+    weight_sync: Literal["auto", WeightWay] = "auto"
     """How new weights reach the servers (docs/weight_sync.md, also which one `auto` takes). `disk`: a folder that all
     can read; also where another way fails. `tensor`: GPUs that both use in turn (`run.mode: colocated`).
     `distributed`: a process group. `delta`: the same, only values that changed."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic.dataclasses import dataclass
@@ -18,7 +18,7 @@ from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
 from reward.config import RewardConfig, ServiceConfig
 from reward.environment import REMOTE
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, WeightWay
 
 _OPTIONS = yaml.safe_load(Path(__file__).with_name("sglang_options.yaml").read_text(encoding="utf-8"))
 GOVERNED: dict[str, str] = _OPTIONS["governed"]
@@ -69,9 +69,7 @@ class Config:
         """Whether a prompt may have several turns."""
         return any(each.environment is not None for each in (self.data, *self.data.mixture, self.evaluation))
 
-    def way_of_weights(
-        self, *, on_gpus: bool, shared: bool = False
-    ) -> Literal["disk", "tensor", "distributed", "delta"]:
+    def way_of_weights(self, *, on_gpus: bool, shared: bool = False) -> WeightWay:
         """`rollout.weight_sync`, decided; `shared`: whether trainer and servers use a GPU at the same time."""
         if self.rollout.weight_sync != "auto":
             return self.rollout.weight_sync
