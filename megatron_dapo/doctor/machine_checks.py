@@ -80,8 +80,10 @@ def check_network(facts: Facts) -> Iterator[Finding]:
     with suppress(OSError):
         address = str(socket.getaddrinfo(host, None)[0][4][0])
     if address in ("nothing", "::1") or address.startswith("127."):
+        joins = "RAY_ADDRESS" in os.environ or os.environ.get("SLURM_NNODES", "") not in ("", "1")
+        several = joins or (facts.gpus and facts.elsewhere)
         # Gloo listens on the address of the name; Ray, where there is no route to the outside.
-        make = failed if facts.several_nodes and "GLOO_SOCKET_IFNAME" not in os.environ else warning
+        make = failed if several and "GLOO_SOCKET_IFNAME" not in os.environ else warning
         yield make(f"{host} resolves to {address}: a run on several nodes would not meet", FIX["name"].format(host))
     yield passed(f"{host} is {address}")
 

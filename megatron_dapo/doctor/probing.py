@@ -146,12 +146,6 @@ class Facts:
         enough = needed <= (here or 2 * len(os.sched_getaffinity(0))) or "RAY_ADDRESS" in os.environ
         return 0 if enough else needed - here
 
-    @property
-    def several_nodes(self) -> bool:
-        """The run is on more nodes than this one."""
-        of_job = "RAY_ADDRESS" in os.environ or os.environ.get("SLURM_NNODES", "") not in ("", "1")
-        return of_job or (bool(self.gpus) and self.elsewhere > 0)
-
     def run_python(self, code: str) -> Answer:
         """In a process of its own."""
         return run([*self.python, "-c", code], IMPORT_DEADLINE_S)

@@ -360,8 +360,10 @@ def test_a_name_that_is_loopback_fails_where_nodes_must_meet(address, variables,
 
 
 def test_a_run_on_more_gpus_than_this_node_has_is_on_several_nodes(machine, config):
-    assert not machine.facts(config).several_nodes
-    assert machine.facts(changed(config, {"actor.layout.data": 16})).several_nodes
+    machine.address("127.0.1.1")
+    for more, status in ({}, WARNING), ({"actor.layout.data": 16}, FAIL):
+        facts = machine.facts(changed(config, more))
+        assert [found.status for found in config_checks.findings_of(machine_checks.check_network(facts))] == [status]
 
 
 def test_adapters_that_are_down_or_absent_or_not_in_the_container_are_a_warning(machine):
