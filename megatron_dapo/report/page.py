@@ -2,7 +2,7 @@
 
 import os.path
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
@@ -31,7 +31,7 @@ def page_environment(templates: Path = TEMPLATES) -> Environment:
     known = {"stages": STAGES, "absent": ABSENT, "tables": tables, "sections": sections}
     environment.globals |= {each.__name__: each for each in called} | known
     environment.filters |= {each.__name__: each for each in (value_text, duration, shown)}
-    environment.filters |= {"share": tables.share, "amount": tables.count}
+    environment.filters |= {"share": partial(value_text, unit="share"), "amount": partial(value_text, unit="count")}
     return environment
 
 

@@ -2,7 +2,6 @@
 groups; how held-out accuracy follows compute (ScaleRL, arXiv 2510.13786)."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,9 +14,6 @@ from megatron_dapo.report.chart import value_text
 from megatron_dapo.report.sections import Group, read_sections
 from megatron_dapo.report.source import Run
 from megatron_dapo.storage.ledger import Event, LedgerError, effective_events, read_ledger
-
-share, count = partial(value_text, unit="share"), partial(value_text, unit="count")
-"""12.5% and 12 345"""
 
 
 class AlarmPeriod(NamedTuple):
