@@ -27,7 +27,6 @@ from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.plan import rank_state
 from megatron_dapo.plan.memory import repeated_layers
-from megatron_dapo.plan.rank_state import GRADIENT_BYTES, MOMENT_BYTES, StateBytes
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 _BYTES = 2
@@ -111,7 +110,7 @@ def log_prob_time(case: Scenario, lengths: np.ndarray) -> PassTime:
     return _pass(case, lengths, forward_flops(case.hf, lengths))
 
 
-def update_time(case: Scenario, lengths: np.ndarray, state: StateBytes) -> PassTime:
+def update_time(case: Scenario, lengths: np.ndarray, state: rank_state.StateBytes) -> PassTime:
     """One optimizer step over a mini-batch; `state`: the fullest rank's."""
     forward = forward_flops(case.hf, lengths)
     again, more = recomputed(case.hf, case.config.actor, lengths)
@@ -141,7 +140,7 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     work = work + tokens * times * slow_flops(hf, layout, case.constants)
     work = work + tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
     compute = work / (split * case.constants.peak_flops * efficiency)
-    touched = case.dtype_bytes * exchanges + (2 * GRADIENT_BYTES if times > 1 else 0)
+    touched = case.dtype_bytes * exchanges + (2 * rank_state.GRADIENT_BYTES if times > 1 else 0)
     compute += rank_state.stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
     compute += tokens * head / (case.constants.float32_flops * efficiency)
@@ -222,11 +221,11 @@ def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibra
     return 2 * experts.top_k * constants.imbalance(layout) / layout.tensor * hf.hidden_size * _BYTES * seconds
 
 
-def _data_seconds(case: Scenario, state: StateBytes) -> float:
+def _data_seconds(case: Scenario, state: rank_state.StateBytes) -> float:
     """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks, of experts over those
     that hold the same."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
-    experts = rank_state.apart_parameters(case.hf, layout) * GRADIENT_BYTES / max(1, state.gradients)
+    experts = rank_state.apart_parameters(case.hf, layout) * rank_state.GRADIENT_BYTES / max(1, state.gradients)
     moved_s, gathered = 0.0, state.gradients if actor.lora.rank else state.parameters
     for part, ranks, each in (
         (1 - experts, layout.data * layout.context, layout.tensor),
@@ -242,7 +241,7 @@ def _data_seconds(case: Scenario, state: StateBytes) -> float:
     carried = 2 * (state.master_weights + state.moments) if actor.offload.optimizer_state else 0
     carried += rank_state.base_bytes(case.hf, actor, case.config.model.dtype)
     if actor.optimizer.on_cpu:
-        numbers = state.moments / MOMENT_BYTES
+        numbers = state.moments / rank_state.MOMENT_BYTES
         step_s = numbers * constants.cpu_step_s / actor.threads
-        return moved_s + step_s + numbers * (GRADIENT_BYTES + case.dtype_bytes) / constants.host_bandwidth
+        return moved_s + step_s + numbers * (rank_state.GRADIENT_BYTES + case.dtype_bytes) / constants.host_bandwidth
     return moved_s + touched / constants.memory_bandwidth + carried / constants.host_bandwidth
