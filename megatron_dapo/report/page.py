@@ -15,7 +15,6 @@ from megatron_dapo.monitor.console import READING, duration
 from megatron_dapo.monitor.statistics import STAGES, difference, percent
 from megatron_dapo.report import sections, tables
 from megatron_dapo.report.chart import value_text
-from megatron_dapo.report.sections import group_by_seed
 from megatron_dapo.report.source import Run, look_up
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -45,7 +44,7 @@ def report_page(runs: Sequence[Run], smooth: int | None = None) -> str:
         above = os.path.commonpath([run.path.resolve().parent for run in runs])
         for run in runs:
             run.name = os.path.relpath(run.path.resolve(), above)
-    groups = group_by_seed(runs)
+    groups = sections.group_by_seed(runs)
     runs = [run for group in groups for run in group.runs]
     configs = [flatten(group.runs[0].config) for group in groups]
     changed = dict.fromkeys(key for config in configs[1:] for key in differences(configs[0], config))
