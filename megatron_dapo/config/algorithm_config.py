@@ -14,6 +14,8 @@ from reward.registry import check_name
 ESTIMATORS = ("group_std", "no_std", "rloo", "mini_batch_std", "batch_std", "reinforce_pp_baseline")
 """Advantages of megatron_dapo/algorithm/advantage.py. No torch here."""
 
+Aggregation = Literal["token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"]
+
 
 def _known_loss(name: str) -> str:
     if name.lower() in ("ppo", "grpo", "dapo"):
@@ -192,9 +194,7 @@ class AlgorithmConfig:
     mini_batch_responses: PositiveInt = 512
     """Responses an optimizer step; a multiple of `group_size`."""
 
-    aggregation: Literal["token_mean", "prompt_token_mean", "sequence_mean", "sequence_sum_constant", "verl_legacy"] = (
-        "token_mean"
-    )
+    aggregation: Aggregation = "token_mean"
     """How token losses are averaged. `token_mean`: over all tokens of the mini-batch (DAPO). `prompt_token_mean`: per
     prompt, then over prompts (literal eq. 8). `sequence_mean`: per response, then over responses (GRPO).
     `sequence_sum_constant`: sum over a constant length, `rollout.max_new_tokens` (Dr. GRPO). `verl_legacy`: means of
