@@ -103,7 +103,7 @@ class RewardPool:
             PoolError: as `verify`.
         """
         remotely = environment == REMOTE
-        asking = self._service.step(episode) if remotely else self._alone(self._steps, Step(environment, episode))
+        asking = self._service.step(episode) if remotely else self._result(self._steps, Step(environment, episode))
         stepped = await self._in_pool(asking)
         self._last_progress = time.monotonic()
         assert isinstance(stepped, Stepped)
@@ -224,46 +224,15 @@ class RewardPool:
 
     async def _judge(self, requests: Sequence[VerificationRequest], entries: Mapping[str, Entry]) -> list[Verdict]:
         """Verdicts of the workers. `entries`: of the verifiers, by name."""
-        return await asyncio.gather(
-            *(self._judge_fast(each) if entries[each.verifier].fast else self._judge_alone(each) for each in requests)
-        )
+        queues = (self._fast if entries[each.verifier].fast else self._slow for each in requests)
+        return await asyncio.gather(*map(self._verdict, queues, requests))
 
-    async def _judge_fast(self, request: VerificationRequest) -> Verdict:
-        try:
-            return await self._settle(await self._worked(self._fast, request))
-        except WorkerLost:  # of another request's fault, maybe
-            return await self._judge_alone(request, last=True)
-
-    async def _worked(self, queue: asyncio.Queue[_Work], job: Job) -> Result:
-        """The result of a worker. Raises WorkerLost."""
-        work = _Work(job, self._loop.create_future())
-        queue.put_nowait(work)
-        return await work.result
-
-    async def _judge_alone(self, job: VerificationRequest | Deferred, *, last: bool = False) -> Verdict:
-        """The verdict of a worker that has nothing else to do meanwhile."""
-        return await self._settle(await self._alone(self._slow, job, last=last))
-
-    async def _alone(self, queue: asyncio.Queue[_Work], job: Job, *, last: bool = False) -> Result:
-        """The result of a worker that has nothing else to do meanwhile.
-
-        If a worker is lost and something else may be to blame, such as earlier work, the job gets a second and last
-        attempt.
-        """
-        try:
-            return await self._worked(queue, job)
-        except WorkerLost as lost:
-            if lost.again and not last:
-                return await self._alone(queue, job, last=True)
-            if isinstance(job, Step):
-                return Stepped(seconds=lost.seconds, error=str(lost))
-            return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
-
-    async def _settle(self, result: Result) -> Verdict:
-        """A verdict as it is; for a comparison the verdict of algebra.
+    async def _verdict(self, queue: asyncio.Queue[_Work], job: VerificationRequest | Deferred) -> Verdict:
+        """The verdict of a worker; where it leaves that to a comparison, the verdict of algebra.
 
         A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
         """
+        result = await self._result(queue, job)
         if isinstance(result, Verdict):
             return result
         assert isinstance(result, Deferred)
@@ -271,7 +240,7 @@ class RewardPool:
         comparison = self._comparisons.get(key)
         known = comparison is not None and comparison.done()
         if comparison is None:
-            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
+            comparison = self._comparisons[key] = asyncio.create_task(self._verdict(self._slow, result))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
         verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
@@ -279,6 +248,24 @@ class RewardPool:
             self._comparisons.pop(key, None)
         seconds = result.seconds + (0.0 if known else verdict.seconds)
         return replace(verdict, extracted=result.extracted, seconds=seconds)
+
+    async def _result(self, queue: asyncio.Queue[_Work], job: Job, *, last: bool = False) -> Result:
+        """The result of a worker; but for the fast queue, of one that has nothing else to do meanwhile.
+
+        If a worker is lost and something else may be to blame, such as other responses or earlier work, the job gets a
+        second and last attempt by itself.
+        """
+        work = _Work(job, self._loop.create_future())
+        queue.put_nowait(work)
+        try:
+            return await work.result
+        except WorkerLost as lost:
+            fast = queue is self._fast
+            if fast or (lost.again and not last):
+                return await self._result(self._slow if fast else queue, job, last=True)
+            if isinstance(job, Step):
+                return Stepped(seconds=lost.seconds, error=str(lost))
+            return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
 
 
 def _sum(name: str, verdicts: Sequence[Verdict]) -> Verdict:
