@@ -86,13 +86,11 @@ class DeviceMemory:
     def resident(self, *parts: Part, give_back: bool = True) -> Iterator[None]:
         """`parts` are on the device inside; afterwards those that were away are away again."""
         brought = [part for part in parts if part in self._away]
-        if brought:
-            self.onload(*brought)
+        self.onload(*brought)
         try:
             yield
         finally:
-            if brought:
-                self.offload(*brought, give_back=give_back)
+            self.offload(*brought, give_back=give_back)
 
     def _release(self, part: Part) -> None:
         storages = _storages(self._parameters())

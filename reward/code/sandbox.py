@@ -63,8 +63,7 @@ class Sandbox:
         except (EOFError, OSError) as error:
             raise VerifierError(f"verifier code: the sandbox does not start ({error!r})") from None
         try:
-            send(self.requests, self._order | {"file_bytes": file_bytes})
-            answer = receive(self.replies, time.monotonic() + START_LIMIT_S)
+            answer = self.ask(self._order | {"file_bytes": file_bytes}, time.monotonic() + START_LIMIT_S)
         except (EOFError, OSError):
             return False  # the compiler itself did not survive the code
         if "open" in answer:

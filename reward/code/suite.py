@@ -168,14 +168,12 @@ class _Caller:
         except NotPlain as error:
             self.fault = f"the tests pass the tested code a value that cannot be passed: {error}"
             raise
-        return self._ask(target | {"arguments": passed}, {}, (*arguments, *keywords.values()))
+        return self.ask(target | {"arguments": passed}, {}, (*arguments, *keywords.values()))
 
-    def attribute(self, target: dict[str, Any], name: str) -> Any:
-        """A plain attribute over there, or what calls a method."""
-        return self._ask(target | {"attribute": name}, target | {"method": name})
+    def ask(self, request: dict[str, Any], otherwise: dict[str, Any], passed: tuple[Any, ...] = ()) -> Any:
+        """A plain value over there, or what calls it, as `otherwise` says.
 
-    def _ask(self, request: dict[str, Any], otherwise: dict[str, Any], passed: tuple[Any, ...] = ()) -> Any:
-        """`passed`: arguments, which a call that returns None may have changed in place. One that returns anything else
+        `passed`: arguments, which a call that returns None may have changed in place. One that returns anything else
         leaves the tests theirs: else `f(x) == sorted(x)` would be true of an `f` that empties `x`."""
         try:
             reply = self._sandbox.ask(request, self._deadline)
@@ -221,7 +219,7 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "method" in self._target:
             raise AttributeError(name)
-        return self._caller.attribute(self._target, name)
+        return self._caller.ask(self._target | {"attribute": name}, self._target | {"method": name})
 
     def __repr__(self) -> str:
         return self._text("__repr__")

@@ -13,7 +13,7 @@ limit is killed and replaced.
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -23,15 +23,17 @@ from reward.environment import REMOTE, Episode, Step, Stepped
 from reward.pool import remote
 from reward.pool.messages import Job, Result
 from reward.pool.worker_process import START_LIMIT_S, WorkerLost, WorkerProcess
-from reward.registry import find, is_sum, weighted
+from reward.registry import Entry, find, is_sum, weighted
 from reward.verdict import Deferred, PoolError, Verdict, VerificationRequest
 
 T = TypeVar("T")
 
 _BATCH_RESPONSES = 256
-"""Responses of one call that stay together in the fast queue, at most."""
+"""Fast responses that a worker is sent at a time, at most."""
+_SHARED_FROM = 32
+"""Where fewer wait for each worker, they are not shared out: to be sent some costs more than to judge a few."""
 _BATCH_CHARACTERS = 4_000_000
-"""Characters of these, unless a single response has more: one time limit holds for all that a worker is sent."""
+"""Characters of a batch, beyond which its last response may go: one time limit holds for all of them."""
 
 _SLOW_NICENESS = 10
 """One that computes until it is killed takes a tenth of what a fast worker takes."""
@@ -43,14 +45,14 @@ _COMPARISONS_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """Jobs that wait for a worker, and who waits for their results."""
+    """A job that waits for a worker, and who waits for its result."""
 
-    jobs: Sequence[Job]
-    results: "asyncio.Future[Sequence[Result]]"
+    job: Job
+    result: "asyncio.Future[Result]"
 
     @property
     def characters(self) -> int:
-        return sum(len(job.response) for job in self.jobs if isinstance(job, VerificationRequest))
+        return len(self.job.response) if isinstance(self.job, VerificationRequest) else 0
 
 
 class RewardPool:
@@ -79,22 +81,19 @@ class RewardPool:
             VerifierError: a request names a verifier that is not known.
             PoolError: the pool is closed, its workers do not start, or nothing has moved for much too long.
         """
-        names = {request.verifier for request in requests}
-        if any(map(is_sum, names)):
+        entries = {name: find(name) for name in {request.verifier for request in requests}}
+        if any(map(is_sum, entries)):
             parts = [replace(each, verifier=name) for each in requests for _, name in weighted(each.verifier)]
             judged = iter(await self.verify(parts))
             return [_sum(each.verifier, [next(judged) for _ in weighted(each.verifier)]) for each in requests]
-        queues = {name: _queue(name) for name in names}
-        asked: dict[str, list[VerificationRequest]] = {"fast": [], "slow": [], "remote": []}
-        for request in requests:
-            asked[queues[request.verifier]].append(request)
-        service = asyncio.ensure_future(remote.verify(self._config.remote, asked["remote"]))
+        ours = [request for request in requests if not entries[request.verifier].remote]
+        theirs = [request for request in requests if entries[request.verifier].remote]
+        service = asyncio.ensure_future(remote.verify(self._config.remote, theirs))
         try:
-            fast, slow = await self._in_pool(self._judge(asked["fast"], asked["slow"]))
-            verdicts = {"fast": iter(fast), "slow": iter(slow), "remote": iter(await service)}
+            own, answered = iter(await self._in_pool(self._judge(ours, entries))), iter(await service)
         finally:
             service.cancel()
-        return [next(verdicts[queues[request.verifier]]) for request in requests]
+        return [next(answered if entries[request.verifier].remote else own) for request in requests]
 
     async def step(self, environment: str, episode: Episode) -> Stepped:
         """What the environment makes of the newest turn, under the limits of a slow verifier. Whatever it does, there
@@ -104,7 +103,7 @@ class RewardPool:
             PoolError: as `verify`.
         """
         remotely = environment == REMOTE
-        asking = self._service.step(episode) if remotely else self._alone(self._steps, Step(environment, episode))
+        asking = self._service.step(episode) if remotely else self._result(self._steps, Step(environment, episode))
         stepped = await self._in_pool(asking)
         self._last_progress = time.monotonic()
         assert isinstance(stepped, Stepped)
@@ -197,85 +196,43 @@ class RewardPool:
         await process.end()
 
     async def _take(self, queue: asyncio.Queue[_Work]) -> list[_Work]:
-        """The next work: one slow job, or fast batches, without what was given up.
-
-        Small fast batches are taken together, up to a worker's share of them, until they are as large as one may be.
-        """
+        """The next work: one slow job, or a worker's share of the fast ones, without what was given up."""
         works = [await queue.get()]
         if queue is self._fast:
-            share = 1 + queue.qsize() // self._config.workers
-            responses, characters = len(works[0].jobs), works[0].characters
-            while len(works) < share and responses < _BATCH_RESPONSES and characters < _BATCH_CHARACTERS:
+            share = min(_BATCH_RESPONSES, max(_SHARED_FROM, 1 + queue.qsize() // self._config.workers))
+            characters = works[0].characters
+            while len(works) < share and characters < _BATCH_CHARACTERS and not queue.empty():
                 works.append(queue.get_nowait())
-                responses += len(works[-1].jobs)
                 characters += works[-1].characters
-        return [work for work in works if not work.results.done()]
+        return [work for work in works if not work.result.done()]
 
     async def _do(self, process: WorkerProcess, works: list[_Work], *, slow: bool) -> bool:
         """Has the process do the work and passes the results on; False if the process must be replaced."""
-        jobs = [job for work in works for job in work.jobs]
         try:
-            results = iter(await process.judge(jobs, slow=slow, limit_s=self._config.timeout_s))
+            results = await process.judge([work.job for work in works], slow=slow, limit_s=self._config.timeout_s)
         except WorkerLost as lost:
             for work in works:
-                if not work.results.done():  # else its caller has just given up
-                    work.results.set_exception(lost)
+                if not work.result.done():  # else its caller has just given up
+                    work.result.set_exception(lost)
             return False
         finally:  # a timeout is a verdict too
             self._last_progress = time.monotonic()
-        for work in works:
-            own = [next(results) for _ in work.jobs]
-            if not work.results.done():
-                work.results.set_result(own)
+        for work, result in zip(works, results, strict=True):
+            if not work.result.done():
+                work.result.set_result(result)
         return True
 
-    async def _judge(
-        self, fast: Sequence[VerificationRequest], slow: Sequence[VerificationRequest]
-    ) -> tuple[list[Verdict], list[Verdict]]:
-        """Verdicts of the workers."""
-        batches = asyncio.gather(*map(self._judge_batch, _batches(fast)))
-        judged, alone = await asyncio.gather(batches, asyncio.gather(*map(self._judge_alone, slow)))
-        return [verdict for batch in judged for verdict in batch], alone
+    async def _judge(self, requests: Sequence[VerificationRequest], entries: Mapping[str, Entry]) -> list[Verdict]:
+        """Verdicts of the workers. `entries`: of the verifiers, by name."""
+        queues = (self._fast if entries[each.verifier].fast else self._slow for each in requests)
+        return await asyncio.gather(*map(self._verdict, queues, requests))
 
-    async def _judge_batch(self, batch: Sequence[VerificationRequest]) -> Sequence[Verdict]:
-        try:
-            results = await self._worked(self._fast, batch)
-        except WorkerLost:  # each request gets another attempt by itself
-            return await asyncio.gather(*(self._judge_alone(request, last=True) for request in batch))
-        verdicts = [result for result in results if isinstance(result, Verdict)]
-        return verdicts if len(verdicts) == len(results) else await asyncio.gather(*map(self._settle, results))
-
-    async def _worked(self, queue: asyncio.Queue[_Work], jobs: Sequence[Job]) -> Sequence[Result]:
-        """Results of a worker. Raises WorkerLost."""
-        work = _Work(jobs, self._loop.create_future())
-        queue.put_nowait(work)
-        return await work.results
-
-    async def _judge_alone(self, job: VerificationRequest | Deferred, *, last: bool = False) -> Verdict:
-        """The verdict of a worker that has nothing else to do meanwhile."""
-        return await self._settle(await self._alone(self._slow, job, last=last))
-
-    async def _alone(self, queue: asyncio.Queue[_Work], job: Job, *, last: bool = False) -> Result:
-        """The result of a worker that has nothing else to do meanwhile.
-
-        If a worker is lost and something else may be to blame, such as earlier work, the job gets a second and last
-        attempt.
-        """
-        try:
-            (result,) = await self._worked(queue, [job])
-            return result
-        except WorkerLost as lost:
-            if lost.again and not last:
-                return await self._alone(queue, job, last=True)
-            if isinstance(job, Step):
-                return Stepped(seconds=lost.seconds, error=str(lost))
-            return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
-
-    async def _settle(self, result: Result) -> Verdict:
-        """A verdict as it is; for a comparison the verdict of algebra.
+    async def _verdict(self, queue: asyncio.Queue[_Work], job: VerificationRequest | Deferred) -> Verdict:
+        """The verdict of a worker; where it leaves that to a comparison, the verdict of algebra.
 
         A group often agrees on its answer: equal comparisons wait for one, and later ones take its verdict.
         """
+        result = await self._result(queue, job)
         if isinstance(result, Verdict):
             return result
         assert isinstance(result, Deferred)
@@ -283,7 +240,7 @@ class RewardPool:
         comparison = self._comparisons.get(key)
         known = comparison is not None and comparison.done()
         if comparison is None:
-            comparison = self._comparisons[key] = asyncio.create_task(self._judge_alone(result))
+            comparison = self._comparisons[key] = asyncio.create_task(self._verdict(self._slow, result))
             if len(self._comparisons) > _COMPARISONS_KEPT:
                 del self._comparisons[next(iter(self._comparisons))]
         verdict = await asyncio.shield(comparison)  # for the others, if this caller gives up
@@ -291,6 +248,24 @@ class RewardPool:
             self._comparisons.pop(key, None)
         seconds = result.seconds + (0.0 if known else verdict.seconds)
         return replace(verdict, extracted=result.extracted, seconds=seconds)
+
+    async def _result(self, queue: asyncio.Queue[_Work], job: Job, *, last: bool = False) -> Result:
+        """The result of a worker; but for the fast queue, of one that has nothing else to do meanwhile.
+
+        If a worker is lost and something else may be to blame, such as other responses or earlier work, the job gets a
+        second and last attempt by itself.
+        """
+        work = _Work(job, self._loop.create_future())
+        queue.put_nowait(work)
+        try:
+            return await work.result
+        except WorkerLost as lost:
+            fast = queue is self._fast
+            if fast or (lost.again and not last):
+                return await self._result(self._slow if fast else queue, job, last=True)
+            if isinstance(job, Step):
+                return Stepped(seconds=lost.seconds, error=str(lost))
+            return Verdict(accuracy=False, extracted=None, rule="", seconds=lost.seconds, error=str(lost))
 
 
 def _sum(name: str, verdicts: Sequence[Verdict]) -> Verdict:
@@ -305,21 +280,3 @@ def _sum(name: str, verdicts: Sequence[Verdict]) -> Verdict:
         total += weight * rewards[part]
         error = error or (verdict.error and f"{part}: {verdict.error}")
     return replace(verdicts[0], seconds=sum(v.seconds for v in verdicts), error=error, rewards=rewards, reward=total)
-
-
-def _batches(requests: Sequence[VerificationRequest]) -> Iterator[list[VerificationRequest]]:
-    batch: list[VerificationRequest] = []
-    characters = 0
-    for request in requests:
-        characters += len(request.response)
-        if batch and (len(batch) == _BATCH_RESPONSES or characters > _BATCH_CHARACTERS):
-            yield batch
-            batch, characters = [], len(request.response)
-        batch.append(request)
-    if batch:
-        yield batch
-
-
-def _queue(verifier: str) -> str:
-    entry = find(verifier)
-    return "remote" if entry.remote else "fast" if entry.fast else "slow"

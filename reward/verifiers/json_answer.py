@@ -132,12 +132,8 @@ def last(text: str) -> tuple[Any, str]:
         return value, text.strip()
     found: tuple[Any, str] = (ABSENT, "")
     for part, fenced in _parts(text):
-        if fenced and (value := load(part)) is not ABSENT:
-            found = value, part.strip()
-            continue
-        stated = _last_of(part)
-        if stated is not None:
-            found = stated
+        whole = load(part) if fenced else ABSENT
+        found = (whole, part.strip()) if whole is not ABSENT else _last_of(part) or found
     return found
 
 

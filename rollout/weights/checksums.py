@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,7 @@ from rollout.murmur import fmix32, rotate, signed
 from rollout.weights.server_tensors import ServerTensor, server_dtype, server_tensors
 from rollout.wire.client import ServerInfo
 
+T = TypeVar("T")
 Checksums = dict[int, dict[str, str]]
 """{tensor-parallel rank: {SGLang's tensor name: hash}}"""
 
@@ -105,7 +106,7 @@ class ChecksumStream:
                 if key not in self._hashes and all(source in known for source in sources):
                     # A GPU is only given work, in order with what fills the tensors and uses them again.
                     at_once = tensors[name].is_cuda and key[0].device != "cpu"
-                    hashed = _done(self._hash(*key, known)) if at_once else self._pool.submit(self._hash, *key, known)
+                    hashed = ready(self._hash(*key, known)) if at_once else self._pool.submit(self._hash, *key, known)
                     self._hashes[key] = hashed
         still = {name for name in known if any(key not in self._hashes for key in self._by_source[name])}
         self._incomplete = {name: known[name] for name in still}
@@ -124,7 +125,7 @@ class ChecksumStream:
         # The one wait for a GPU: what is read above comes before it on the same stream.
         sums = {key: value for key, each in self._hashes.items() if isinstance(value := each.result(), Tensor)}
         for key, total in zip(sums, torch.stack(list(sums.values())).tolist() if sums else (), strict=True):
-            self._hashes[key] = _done(_text(total))
+            self._hashes[key] = ready(_text(total))
         if any(each.is_cuda for each in self._copied.values()):
             torch.cuda.current_stream().synchronize()
 
@@ -276,10 +277,11 @@ def _text(total: int) -> str:
     return f"{_splitmix64(total & _LOW64):016x}"
 
 
-def _done(value: str | Tensor) -> "Future[str | Tensor]":
-    done: Future[str | Tensor] = Future()
-    done.set_result(value)
-    return done
+def ready(value: T) -> Future[T]:
+    """A future that has its result."""
+    future = Future[T]()
+    future.set_result(value)
+    return future
 
 
 def _blocks(parts: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollout.server.server_command import read_key
-from rollout.weights.checksums import ChecksumStream
+from rollout.weights.checksums import ChecksumStream, ready
 from rollout.weights.delta import Base, DeltaTransport
 from rollout.weights.transport import (
     Clients,
@@ -80,7 +80,7 @@ class WeightSender:
         self._clients: dict[str, SglangClient] = {}
         self._failures: dict[str, Failure] = {}
         self._runner, self._thread = asyncio.Runner(), ThreadPoolExecutor(1, thread_name_prefix="weight-sender")
-        self._under_way: Future[None] | None = None
+        self._under_way: Future[None] = ready(None)
         # On that of the gathering, a bucket would be sent and hashed only between two gathers.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = 0
@@ -90,8 +90,7 @@ class WeightSender:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._under_way is not None:
-            wait([self._under_way])
+        wait([self._under_way])
         self._run(self._close()).result()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread.submit(self._runner.close).result()
@@ -108,7 +107,7 @@ class WeightSender:
     def put(self, bucket: Any, tensors: Mapping[str, Tensor]) -> None:
         """Returns when the bucket before is sent and hashed, and its memory may be used again; this one is then under
         way."""
-        self._finish()
+        self._under_way.result()
         source: Any = self._buffer
         if self._gather is not None and isinstance(self._transport, SharedMemoryTransport):
             dist.broadcast(source, src=0)
@@ -118,10 +117,6 @@ class WeightSender:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._under_way = self._run(self._pass_on(source, bucket, tensors))
-
-    def _finish(self) -> None:
-        if self._under_way is not None:
-            self._under_way.result()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
         """In the thread, one after the other."""
@@ -150,7 +145,7 @@ class WeightSender:
 
     def report(self) -> Sent:
         """Once the last bucket was put: waits for it."""
-        self._finish()
+        self._under_way.result()
         sent = Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
         return self._transport.left_out(sent) if isinstance(self._transport, DeltaTransport) else sent
 

@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from reward.config import RewardConfig
 from reward.pool import pool as pool_module
+from reward.pool.pool import RewardPool
 from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
 
 ROOT = Path(__file__).parents[2]
@@ -262,12 +265,32 @@ def test_timeouts_are_progress(make_pool, monkeypatch):
     assert [verdict.error for verdict in verdicts] == ["timeout"] * 7
 
 
+def batches_of(requests: list[VerificationRequest], workers: int) -> list[list[VerificationRequest]]:
+    """What workers take one after the other of a fast queue that holds `requests`."""
+
+    async def take() -> list[list[VerificationRequest]]:
+        queue, loop, batches = asyncio.Queue(), asyncio.get_running_loop(), []
+        for request in requests:
+            queue.put_nowait(pool_module._Work(request, loop.create_future()))
+        pool = SimpleNamespace(_fast=queue, _config=RewardConfig(workers=workers))
+        while not queue.empty():
+            batches.append([work.job for work in await RewardPool._take(pool, queue)])
+        return batches
+
+    return asyncio.run(take())
+
+
 def test_batches_are_limited_in_responses_and_characters():
     sizes = [10] * 600 + [1_500_000] * 4 + [9_000_000, 10]
     requests = [ask("x" * size) for size in sizes]
-    batches = list(pool_module._batches(requests))
+    batches = batches_of(requests, workers=1)
     assert [request for batch in batches for request in batch] == requests
-    assert [len(batch) for batch in batches] == [256, 256, 90, 2, 1, 1]
+    assert [len(batch) for batch in batches] == [256, 256, 91, 2, 1]
+
+
+def test_many_responses_are_shared_out_and_a_group_is_not():
+    assert [len(batch) for batch in batches_of([ask("Answer: 42")] * 16, workers=4)] == [16]
+    assert [len(batch) for batch in batches_of([ask("Answer: 42")] * 400, workers=4)][:3] == [100, 75, 57]
 
 
 def test_a_large_reply_takes_time_in_proportion(make_pool):

@@ -11,6 +11,7 @@ Whether a host has room for the copies: Slurm and container runtimes bound a job
 the host's own figures know nothing; a process that takes more is killed (`available_bytes`).
 """
 
+import concurrent.futures
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,7 @@ class ShardWriter(FileSystemWriter):
         super().__init__(folder, per_thread_copy_ahead=0)
         self._folder, self._live = Path(folder), live
         self._data: dict[MetadataIndex, Any] = {}
-        self._thread: threading.Thread | None = None
-        self._written: Written | None = None
+        self._written = concurrent.futures.Future[Written]()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Torch's call to write: keeps the plan and what it refers to."""
@@ -84,8 +84,7 @@ class ShardWriter(FileSystemWriter):
 
     def start(self) -> None:
         """Write in a thread, which ends with the process."""
-        self._thread = threading.Thread(target=self.write, name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.write, name="checkpoint-writer", daemon=True).start()
 
     def write(self) -> None:
         """Write and hash this rank's files. Whatever goes wrong is for `result` to say."""
@@ -94,23 +93,20 @@ class ShardWriter(FileSystemWriter):
             planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._data.pop(item.index)))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
             names = sorted({result.storage_data.relative_path for result in results})
-            self._written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
+            written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
         except Exception as error:
-            self._written = Written(results=[], digests={}, failure=_reason(error))
-        finally:
-            self._data = {}
+            written = Written(results=[], digests={}, failure=_reason(error))
+        self._data = {}
+        self._written.set_result(written)
 
     @property
     def done(self) -> bool:
         """Whether `result` would return at once."""
-        return self._written is not None
+        return self._written.done()
 
     def result(self) -> Written:
         """Wait for the thread."""
-        if self._thread is not None:
-            self._thread.join()
-        assert self._written is not None
-        return self._written
+        return self._written.result()
 
     def write_index(self, results: list[list[WriteResult]]) -> None:
         """On rank 0: the file that says where every shard of every rank stands."""

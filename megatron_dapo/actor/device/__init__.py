@@ -4,7 +4,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -79,15 +79,14 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
     """
     # Megatron warns about sequence parallelism on every layer without it; CUDA reads it when its context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    index = None
     if config.device == "cpu" or not torch.cuda.is_available():
-        seen = Found()
-        choose(config, dtype, seen)  # what cannot be had is refused before anything is changed
+        choose(config, dtype, Found())  # what cannot be had is refused before anything is changed
         cpu.install()
     else:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
-        seen = Found(index=index)
         _check_transformer_engine()
     with warnings.catch_warnings():
         # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.
@@ -96,8 +95,8 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
         from megatron.core.utils import get_te_version
 
         from megatron_dapo.actor.device import adam
-    found = replace(
-        seen,
+    found = Found(
+        index=index,
         transformer_engine=str(get_te_version()) if HAVE_TE else None,
         fused_adam=adam.fused_package(),
         gradient_accumulation=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,

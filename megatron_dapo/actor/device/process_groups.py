@@ -72,15 +72,11 @@ def initialise(
 
 def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
     """Torch's store on rank 0, listening on that address alone; torch by itself listens on every interface."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if rank > 0:
+        return dist.TCPStore(host, port, world_size, timeout=timeout)
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     return dist.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        multi_tenant=rank == 0,
-        master_listen_fd=socket.create_server((host, port), family=family).detach() if rank == 0 else None,
+        host, port, world_size, is_master=True, timeout=timeout, multi_tenant=True, master_listen_fd=listener.detach()
     )
 
 

@@ -289,11 +289,10 @@ def gradient_columns(
     """
     maximum, log_total, entropy = (statistic[:, None] for statistic in statistics)
     log_pi = _relative(columns, maximum[:, 0], temperature).sub_(log_total)
-    if spread is None:
-        grad = log_pi.exp_().mul_(-down[:, None])
-    else:
+    factor = -down[:, None]
+    if spread is not None:
         factor = (log_pi + entropy).mul_(-spread[:, None]).sub_(down[:, None])
-        grad = log_pi.exp_().mul_(factor)
+    grad = log_pi.exp_().mul_(factor)
     ours, column = _own_targets(targets, columns.shape[1])
     return grad.scatter_add_(1, column[:, None], (down * ours)[:, None])
 
