@@ -155,6 +155,9 @@ class RolloutConfig:
     """Seconds for which all servers may be down before the run stops; for a first restart `run.start_deadline_s` and a
     load more."""
 
+    client_processes: Annotated[int, Field(ge=0)] = 0
+    """Processes that talk to servers and environments for the coordinator (docs/environments.md); 0: none."""
+
     speculative: SpeculativeConfig = SpeculativeConfig()
 
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -22,6 +22,7 @@ MARKS = {
     "server": "rollout.server.launch_server",
     "scheduler": "sglang::scheduler",
     "detokenizer": "sglang::detokenizer",
+    "client": "ray::ClientProcess",
     "reward": "reward.pool.worker",
     "gcs": "ray/gcs/gcs_server",
     "raylet": "ray/raylet/raylet",

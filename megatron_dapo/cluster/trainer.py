@@ -256,7 +256,7 @@ class Trainer:
 
     def _error(self, what: str, reasons: dict[int, BaseException]) -> TrainerError:
         causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
-        lines = [f"  rank {rank}: {_in_words(cause)}" for rank, cause in causes.items()]
+        lines = [f"  rank {rank}: {in_words(cause)}" for rank, cause in causes.items()]
         kind = TrainerError
         if any(isinstance(cause, step_data.NonFiniteUpdateError) for cause in causes.values()):
             kind = Diverged
@@ -273,7 +273,8 @@ def _errors(answers: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException
     return {rank: error for rank, error in done.items() if error is not None}
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Of Ray's, in a line."""
     if isinstance(error, ray.exceptions.RayActorError):
         return f"its process ended: {' '.join(str(error).split()).partition(' Some common causes')[0]}"
     return f"{type(error).__name__}: {error}"

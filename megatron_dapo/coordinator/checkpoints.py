@@ -33,6 +33,7 @@ from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator.batch import MismatchStop
+from megatron_dapo.coordinator.sampler import Refresh, nothing_new
 from megatron_dapo.experience.groups import SamplerState, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
@@ -206,6 +207,8 @@ class Checkpoints:
     waits: Waits
     console: Console
     clock: Callable[[], float] = time.monotonic
+    refresh: Refresh = nothing_new
+    """Before a look at the rollout."""
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -306,6 +309,7 @@ class Checkpoints:
         """Unless no resume would begin at `progress`."""
         self._rollout_of, deadline = self.clock(), self.config.step_deadline_s
         if newest_step(self.run_dir.path) == progress.rollout_step:
+            await self.refresh()
             progress = replace(progress, sampler=look())
             self.ledger.commit()  # an empty one would say that no run began here
             with self.waits.register("save of the rollout", "the disk of run.dir", deadline):

@@ -71,6 +71,7 @@ async def learn(
         reset = await reset_reference(context.trainer, context.run_dir, context.config.algorithm.kl, step, timer)
         with timer.measure("weight_sync"):
             sync = await publish_weights(context, version)
+    await context.sampler.refresh()
     context.sampler.record_trained(batch.admission.kept, step, progress.weight_version)
     progress = replace(
         progress,

@@ -13,6 +13,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
 from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster import engines
+from megatron_dapo.cluster.clients import Clients
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.placement import Placement, place
 from megatron_dapo.cluster.ray_cluster import GCS, Cluster, gpu_here, joins_cluster
@@ -23,10 +24,10 @@ from megatron_dapo.config.load import flatten
 from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged_checkpoint, load_counters, with_rollout
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.resume import check_resume, manifest
-from megatron_dapo.coordinator.sampler import DynamicSampler
+from megatron_dapo.coordinator.sampler import DynamicSampler, Refresh
 from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Answers, Evaluator
-from megatron_dapo.experience.generator import GroupGenerator, Responder, gather_or_cancel
+from megatron_dapo.experience.generator import GroupGenerator, PlayAll, Responder, gather_or_cancel
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import HealthMonitor
@@ -114,15 +115,16 @@ async def start_run(run: RunBase) -> RunContext:
     stack.callback(pool.close)
     trainer, fleet, timeline, shared_gpu = await _services(run, progress, goes_on=goes_on)
     handover = GpuHandover(config.run, fleet, trainer, run.waits, report=run.console.note)
-    checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console)
+    refresh, elsewhere = await _clients(run, fleet)
+    checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console, refresh=refresh)
     await stack.enter_async_context(checkpoints)
     board, stand = config.monitor.tensorboard, {axis: getattr(progress, axis) for axis in AXES}
     writer = MetricsWriter(run_dir.path, tensorboard=board, mirror=mirror, done=stand, settings=settings)
     stack.callback(writer.close)
     # It knows the steps up to the checkpoint: lines of later ones are superseded by what is done now.
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
-    responder = Responder(fleet=fleet, pool=pool, decoder=inputs.text.decoder, rules=inputs.rules)
-
+    decoder, rules = inputs.text.decoder, inputs.rules
+    responder = Responder(fleet=fleet, pool=pool, decoder=decoder, rules=rules, elsewhere=elsewhere)
     thinking = thinking_limit(config.rollout, inputs.text)
 
     @cache
@@ -136,7 +138,7 @@ async def start_run(run: RunBase) -> RunContext:
     generator = GroupGenerator(responder, inputs.prompts, *drawing)
     stages = [stage.from_step for stage in config.rollout.stages]
     generator.restore(state.unfinished)
-    kept = {"holding": fleet, "unfinished": generator.unfinished}
+    kept = {"holding": fleet, "unfinished": generator.unfinished, "refresh": refresh}
     keeping: dict[str, Any] = {} if config.rollout.deterministic else kept
     algorithm, prompt_at = config.algorithm, generator.prompt_at
     sampler = DynamicSampler(algorithm, generator.group, ledger, state, prompt_at, stages, **keeping)
@@ -157,6 +159,16 @@ async def start_run(run: RunBase) -> RunContext:
         checkpoints=checkpoints,
         progress=progress,
     )
+
+
+async def _clients(run: RunBase, fleet: RolloutFleet) -> tuple[Refresh, PlayAll | None]:
+    """What their processes have drawn, on call, and what plays in them; None: this process does."""
+    config, text, rules = run.config, run.inputs.text, run.inputs.rules
+    thinking = thinking_limit(config.rollout, text)
+    clients = Clients(fleet, run.console.note, config.reward, text.decoder, rules, thinking)
+    run.stack.push_async_callback(clients.close)
+    await run.waits.wait_for("client start", "Ray", config.run.start_deadline_s, clients.start())
+    return clients.refresh, clients.play if config.rollout.client_processes else None
 
 
 async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple[Trainer, RolloutFleet, Timeline, bool]:

@@ -39,6 +39,12 @@ from rollout.fleet.member import end_all
 GenerateGroup = Callable[[int, int], Awaitable[ScoredGroup]]
 """(position, weight_version) -> the group's responses, judged."""
 OnKept = Callable[[ScoredGroup], None]
+Refresh = Callable[[], Awaitable[None]]
+"""Brings in what other processes have drawn by now."""
+
+
+async def nothing_new() -> None:
+    """Where there are no others."""
 
 
 class OversamplingLimit(RuntimeError):
@@ -83,11 +89,13 @@ class DynamicSampler:
         stages: Sequence[int] = (),
         holding: RolloutFleet | None = None,
         unfinished: Callable[[int, int], ScoredGroup | None] = lambda position, version: None,
+        refresh: Refresh = nothing_new,
     ) -> None:
         """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
         another way; what was sent before is then generated again. `holding`: keeps what is unfinished when a batch is
         full; None: its end is awaited. `unfinished`: (position, weight version at its dispatch) -> what was drawn of a
-        group; what `state` has of it, `generate` goes on from."""
+        group, after `refresh`; what `state` has of it, `generate` goes on from."""
+        self.refresh = refresh
         self._stages, self._holding, self._unfinished = stages, holding, unfinished
         self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
         self._next, self._pass_rate = state.cursor, state.pass_rate
@@ -125,8 +133,8 @@ class DynamicSampler:
         self._ledger.commit()
 
     def snapshot(self, rollout_step: int) -> SamplerState:
-        """What a checkpoint after `rollout_step` holds; between two calls of `fill`. Finished groups are written down
-        as carried; of those in flight it has what was drawn."""
+        """What a checkpoint after `rollout_step` holds; between two calls of `fill`, after `refresh`. Finished groups
+        are written down as carried; of those in flight it has what was drawn."""
         cursor = self._flight[0].position if self._flight else self._next
         self._skipped = {position for position in self._skipped if position >= cursor}
         self._decided, self._saved = [], {}
@@ -196,6 +204,7 @@ class DynamicSampler:
             elif ahead == 0 and self._holding and not all(sent.finished for sent in self._flight):
                 await self._holding.hold()
         except BaseException:
+            await self.refresh()
             self._left = self.under_way()
             await self.close()
             raise

@@ -156,6 +156,8 @@ def thinking_limit(rollout: RolloutConfig, text: TextTools) -> ThinkingLimit | N
     return ThinkingLimit(budget=budget, end_ids=ids, ended=ended)
 
 
+CARRIED = ("newest", "before", "earlier", "state", "turn_rewards", "verdict")
+"""Fields of a `Play` that change while it is played, and that others do not follow from."""
 UNENDED = "no end"
 """Rule of the verdict on an episode whose turns or tokens were used up before its environment ended it."""
 
@@ -179,8 +181,6 @@ class Play:
     state: Any = None
     turn_rewards: float = 0.0
     """Sum over all turns."""
-    said: list[Turn] = field(default_factory=list)
-    """`earlier` as the environment gets it."""
     verdict: Verdict | None = None
     """The environment's; None: the verifier judges."""
 
@@ -197,9 +197,8 @@ class Play:
         if begun and begun.earlier:
             play.before, newest = begun.generation.cut(sum(begun.generation.given[-1]))
             play.earlier, play.state = list(begun.earlier), begun.state
-            for turn, ids in zip(begun.earlier, drawn_turns(play.before), strict=False):
+            for turn in begun.earlier:
                 play.turn_rewards += turn.reward  # as `settle` does: `sum` rounds in another way from Python 3.12 on
-                play.said.append(turn_of(turn, ids))
         if play.left <= 0:  # the limit is a lower one now
             return cls.of(prompt, request, rules)
         play._draw(newest)
@@ -231,8 +230,10 @@ class Play:
 
     def episode(self, text: str) -> Episode:
         """For the environment. `text`: of the newest turn."""
+        before = zip(self.earlier, drawn_turns(self.before), strict=False) if self.before else ()
+        said = [turn_of(turn, ids) for turn, ids in before]
         newest = Turn(text, token_ids=tuple(self.done.token_ids.tolist()))
-        return Episode(self.prompt.text, self.prompt.answer, (*self.said, newest), self.state, self.last)
+        return Episode(self.prompt.text, self.prompt.answer, (*said, newest), self.state, self.last)
 
     def settle(self, stepped: Stepped, text: str) -> bool:
         """Take in what the environment said to the newest turn; whether the episode is over."""
@@ -246,7 +247,6 @@ class Play:
                 read, given = self.rules.fit(said, self.prompt.chat, int(self.done.token_ids[-1]))
                 self.before = self.generation(self.done).followed_by(nothing_drawn(""), given)
                 self.earlier.append(EarlierTurn(text, read, said.role, said.reward, error))
-                self.said.append(turn_of(self.earlier[-1], self.done.token_ids))
                 self.newest, self.state = None, said.state
                 self._draw(None)
                 return False
@@ -256,6 +256,19 @@ class Play:
                 said = replace(said, extracted=text[:EXTRACTED_LIMIT])
             self.verdict = Verdict(**asdict(said), seconds=stepped.seconds, error=error)
         return True
+
+    def carried(self) -> tuple[Any, ...]:
+        """How far it is, for `take` in another process."""
+        return tuple(getattr(self, name) for name in CARRIED)
+
+    def take(self, carried: Sequence[Any], begun: Generation | None) -> None:
+        """Go on from there, and from what was drawn of the newest turn."""
+        for name, value in zip(CARRIED, carried, strict=True):
+            setattr(self, name, value)
+        if self.rules is None:
+            self.request = replace(self.whole, begun=begun)
+        else:
+            self._draw(begun)
 
     def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""

@@ -180,7 +180,7 @@ class Evaluator:
         async def turn(place: str, request: GenerationRequest) -> Generation:
             return await self._generate(None if play.earlier else forbid, place, request)
 
-        await self._responder.play(place, play, turn)
+        await self._responder.play(place, play, None if forbid is None else turn)
         (judged,), (verdict,) = await self._responder.judge(place, prompt, [play])
         versions = play.generation(play.done).weight_versions
         return Answer(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.episodes import Play, Rules
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse, unjudged
 from megatron_dapo.monitor.console import Count
+from reward.environment import Episode, Stepped
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
@@ -28,6 +29,10 @@ from rollout.generation import FinishReason, Generation, GenerationRequest, Rout
 T = TypeVar("T")
 Generate = Callable[[str, GenerationRequest], Awaitable[Generation]]
 """(place for errors, request) -> the turn."""
+Ask = Callable[[str, Episode], Awaitable[Stepped]]
+"""(environment, episode) -> what it says to the newest turn."""
+PlayAll = Callable[[str, Play], Awaitable[None]]
+"""(place for errors, play) -> when all its turns are there."""
 OnKept = Callable[[ScoredGroup], None]
 SamplingAt = Callable[[int], SamplingParams]
 """Weight version at the dispatch of a group -> how its responses are drawn."""
@@ -52,31 +57,46 @@ def response_seed(seed: int, position: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
+class Draws(Protocol):
+    """The part of a `RolloutFleet` that draws responses."""
+
+    async def generate(self, request: GenerationRequest) -> Generation: ...
+
+    def so_far(self, request_id: str) -> Generation | None: ...
+
+
 class Responder:
     """Fleet, detokenizer and reward pool of one run or evaluation."""
 
-    def __init__(self, *, fleet: RolloutFleet, pool: RewardPool, decoder: Decoder, rules: Rules = None) -> None:
-        """`rules`: of episodes; None: every prompt has one answer."""
+    def __init__(
+        self, *, fleet: Draws, pool: RewardPool, decoder: Decoder, rules: Rules = None, elsewhere: PlayAll | None = None
+    ) -> None:
+        """`rules`: of episodes; None: every prompt has one answer. `elsewhere`: plays in other processes."""
         self._fleet, self._pool, self._decoder, self.rules = fleet, pool, decoder, rules
+        self.elsewhere = elsewhere
 
-    async def play(self, place: str, play: Play, generate: Generate | None = None) -> None:
-        """The response; of a prompt with an environment turn after turn, until that ends the episode.
+    async def play(self, place: str, play: Play, generate: Generate | None = None, ask: Ask | None = None) -> None:
+        """The response; of a prompt with an environment turn after turn, until that ends the episode. Elsewhere, if
+        that is given, unless this process must `generate`.
 
         Args:
             place: names the prompt in an error.
             generate: draws one turn; None: `generate` does.
+            ask: asks the environment; None: the pool does.
 
         Raises:
             EngineAborted: a turn is not there.
             Unjudged: the environment cannot be asked, by no fault of the response.
         """
+        if self.elsewhere is not None and generate is None:
+            return await self.elsewhere(place, play)
         over, environment = False, play.prompt.environment
         while not over:
             play.newest = await (generate or self.generate)(place, play.request)
             if environment is None or play.rules is None:
                 return
             text = self._text(play.done)
-            stepped = await self._pool.step(environment, play.episode(text))
+            stepped = await (ask or self._pool.step)(environment, play.episode(text))
             if stepped.unjudged:
                 raise Unjudged(f"{place}: environment {environment!r}: {stepped.error}")
             over = play.settle(stepped, text)
@@ -182,8 +202,9 @@ class GroupGenerator:
         rules = self._responder.rules
         plays = [Play.of(prompt, request, rules, drawn) for request, drawn in zip(asked, begun, strict=True)]
         self._writing[position] = weight_version, plays
-        with self._clock.measure("playing" if prompt.environment else "writing"):
-            await gather_or_cancel(self._responder.play(place, play, self._turn) for play in plays)
+        turn = self._turn if self._responder.elsewhere is None else None
+        with self._clock.measure("playing" if prompt.environment and turn else "writing"):
+            await gather_or_cancel(self._responder.play(place, play, turn) for play in plays)
         with self._clock.measure("judging"):
             responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
         del self._writing[position]

@@ -10,7 +10,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, ServerStatistics, State, Timing
-from rollout.fleet.request_loop import RequestLoop
+from rollout.fleet.request_loop import Draw, RequestLoop
 from rollout.fleet.supervision import Supervisor
 from rollout.fleet.weight_update import OnDisk, Publisher, PublishReport, WeightStream
 from rollout.generation import Generation, GenerationRequest, ServedPart
@@ -93,6 +93,11 @@ class RolloutFleet:
         """
         return await self._requests.generate(request)
 
+    async def lend(self, request: GenerationRequest, draw: Draw) -> None:
+        """The same, drawn by another process, which gets one server after the other; of an episode all its turns
+        (`RequestLoop.lend`). Raises as `generate`, and what `draw` raises."""
+        await self._requests.lend(request, draw)
+
     async def publish(
         self, folder: Path, weight_version: int, checksums: Mapping[ServerInfo, Checksums] | None = None
     ) -> PublishReport:
@@ -135,7 +140,8 @@ class RolloutFleet:
 
     def load(self) -> tuple[int, int, float]:
         """Tokens that the servers have drawn since the start, with those that they have streamed of running responses;
-        running responses; seconds since the oldest of these was asked for."""
+        running responses; seconds since the oldest of these was asked for. What a server is lent for runs until it is
+        back, and counts then."""
         return self._requests.load()
 
     def _served(self, part: ServedPart) -> None:

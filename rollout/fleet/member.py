@@ -24,7 +24,7 @@ class Timing:
     a user sets."""
 
     probe_interval_s: float = 1.0
-    """Between two checks of a server's process and /health."""
+    """Between two checks of a server's process and /health; in a large fleet more (`supervision.PROBED`)."""
     probe_deadline_s: float = 5.0
     """For one answer of /health."""
     failed_probes: int = 3
@@ -95,6 +95,9 @@ class Member:
         self.gate = asyncio.Event()
         """Set unless a publish keeps requests from being begun. They keep their place meanwhile."""
         self.gate.set()
+        self.stop_lent: Callable[[str, bool], None] = lambda url, lost: None
+        """Called with its URL: other processes must end what they draw there; and whether it is lost, and will not end
+        it."""
         self._connect = connect
         self._client: SglangClient | None = None
         self._down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -134,6 +137,7 @@ class Member:
         """Changes the state; DOWN also ends the calls that wait for an answer, and every wait at the gate."""
         self.state, self.reason = state, reason
         if state is State.DOWN:
+            self.stop_lent(self.url, True)
             self.gate.set()  # who waits there goes to another server
             if not self._down.done():
                 self._down.set_result(reason)

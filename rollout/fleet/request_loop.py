@@ -1,7 +1,7 @@
 """The way of one request: a place at a server, one call to it, what came of that, and again until the response ends.
 
-    generate:  Response -> [ Balancer.acquire -> _draw -> _attempt ] until the response is complete -> Generation
-    _attempt:  _call (deadline, cancellation, abort) -> check -> one more part of the response
+    generate:  Response -> [ Balancer.acquire -> _draw -> attempt ] until the response is complete -> Generation
+    attempt:   _call (deadline, cancellation, abort) -> check -> one more part of the response
 
 An attempt ends in one of four ways:
   - complete: the reply ends the response.
@@ -15,9 +15,10 @@ An attempt ends in one of four ways:
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,135 +27,25 @@ from rollout.config import CONTEXT_RESERVE, RolloutConfig
 from rollout.errors import RolloutError, ServerRefused, ServerUnavailable
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing, end_all
+from rollout.fleet.response import Response
 from rollout.generation import FinishReason, Generation, GenerationRequest, ServedPart
 from rollout.wire.reply import Reply, check_reply, join_segments, routing_of
 
 
-@dataclass(slots=True)
-class Response:
-    """A response under way: what all attempts so far have drawn."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """What came of a server that was lent. Drawn(over=False, failure="http://...: no answer", state=State.SUSPECT)"""
 
-    request: GenerationRequest
-    parts: list[tuple[Reply, int]] = field(default_factory=list)
-    """(tokens, weight version that drew them), in order."""
-    streaming: tuple[Member, Sequence[Reply], int, float] | None = None
-    """The server that draws the next part, what it has sent of it, its weight version, and since when (monotonic)."""
-    routing: np.ndarray | None = None
-    """uint8 [R, layers, k]: the experts of the first R tokens of prompt and response, as in `Generation`."""
-    home: tuple[Member, int] | None = None
-    """The server that drew last, and its weight version when the response came there: no keys and values that it left
-    there are older."""
-    _given: tuple[tuple[int, int], ...] | None = field(default=None, init=False)
+    over: bool
+    """Whether all is drawn."""
+    failure: str | None = None
+    """Why the server did not do its part, or was told not to."""
+    state: State = State.READY
+    """What the failure says of the server."""
+    parts: tuple[ServedPart, ...] = ()
 
-    @classmethod
-    def of(cls, request: GenerationRequest) -> "Response":
-        """With what was drawn before."""
-        begun = request.begun
-        routing = begun.routing if begun is not None and request.routing is not None else None
-        if begun is None or not begun.drawn:
-            return cls(request, routing=routing)
-        edges = np.flatnonzero(np.diff(begun.weight_versions)) + 1
-        split = (np.split(array, edges) for array in (begun.drawn_ids, begun.log_probs, begun.weight_versions))
-        parts = [
-            (Reply(token_ids=ids, log_probs=log_probs, finish_reason=FinishReason.ABORT, weight_label=None), int(by[0]))
-            for ids, log_probs, by in zip(*split, strict=True)
-        ]
-        parts[-1] = replace(parts[-1][0], finish_reason=begun.finish_reason), parts[-1][1]
-        return cls(request, parts, routing=routing)
 
-    def add(self, reply: Reply, version: int, routing: np.ndarray | None) -> None:
-        """One more part, and the rows of routing that came with it: each token gets its row once. Where only these were
-        asked for, the reply says nothing of how the response ended."""
-        if self._end is None:
-            self.parts.append((reply, version))
-        if routing is not None:
-            self.routing = routing if self.routing is None else np.concatenate([self.routing, routing])
-
-    @property
-    def routed(self) -> int:
-        """R: tokens that have a row of routing."""
-        return 0 if self.routing is None else len(self.routing)
-
-    @property
-    def drawn(self) -> np.ndarray:
-        """int32 [T]: the tokens drawn so far."""
-        return np.concatenate([np.zeros(0, np.int32), *(reply.token_ids for reply, _ in self.parts)])
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return sum(reply.token_ids.size for reply, _ in self.parts)
-
-    @property
-    def given(self) -> tuple[tuple[int, int], ...]:
-        """`Generation.given`, so far: the phrase that ends the thinking, behind `budget` drawn tokens. It follows from
-        the drawn tokens alone, and is found out once."""
-        thinking = self.request.sampling.thinking
-        if thinking is None or self.tokens < thinking.budget:
-            return ()
-        if self._given is None:
-            thought = self.drawn[: thinking.budget]
-            stopped = thought.size > 0 and int(thought[-1]) in self.request.sampling.stop_token_ids
-            self._given = () if stopped or thinking.ended(thought) else ((thinking.budget, len(thinking.end_ids)),)
-        return self._given
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """int32 [C]: what stands behind the prompt so far."""
-        ids, thinking = self.drawn, self.request.sampling.thinking
-        return np.insert(ids, thinking.budget, thinking.end_ids) if thinking is not None and self.given else ids
-
-    @property
-    def prompt_ids(self) -> np.ndarray:
-        """int32 [P + C]: the prompt, and that."""
-        return np.concatenate([self.request.prompt_ids, self.token_ids])
-
-    @property
-    def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - self.tokens
-
-    @property
-    def stretch(self) -> int:
-        """Tokens to ask for: all that are left, or those up to the budget of thinking; 0 where only rows of routing are
-        missing."""
-        if self._end is not None:
-            return 0
-        thinking, drawn = self.request.sampling.thinking, self.tokens
-        return thinking.budget - drawn if thinking is not None and drawn < thinking.budget else self.tokens_left
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None: it goes on, be it for rows of routing alone."""
-        short = self.request.routing is not None and self.routed < self.prompt_ids.size - 1
-        return None if short else self._end
-
-    @property
-    def _end(self) -> FinishReason | None:
-        """Why no token is left to draw. An aborted part ends it too if it reached the limit, or drew a stop token
-        last: a server that is told to abort between two tokens does not look for one. Nor does one whose limit was the
-        budget of thinking, at its last token."""
-        if not self.parts:
-            return None
-        reply, thinking = self.parts[-1][0], self.request.sampling.thinking
-        at_budget = thinking is not None and self.tokens == thinking.budget and reply.token_ids.size > 0
-        if reply.finish_reason is FinishReason.STOP or (reply.finish_reason is FinishReason.LENGTH and not at_budget):
-            return reply.finish_reason
-        if self.tokens_left <= 0:  # the limit counts before the stop token, as in a server
-            return FinishReason.LENGTH
-        stopped = reply.token_ids.size > 0 and int(reply.token_ids[-1]) in self.request.sampling.stop_token_ids
-        return FinishReason.STOP if stopped else None
-
-    def generation(self, finish_reason: FinishReason) -> Generation:
-        """The complete response."""
-        return Generation(
-            request_id=self.request.request_id,
-            token_ids=self.token_ids,
-            log_probs=np.concatenate([reply.log_probs for reply, _ in self.parts]),
-            weight_versions=np.concatenate([np.full(part.token_ids.size, by, np.int32) for part, by in self.parts]),
-            finish_reason=finish_reason,
-            given=self.given,
-            routing=self.routing,
-        )
+Draw = Callable[[Member], Awaitable[Drawn]]
 
 
 @dataclass(eq=False)
@@ -168,19 +59,29 @@ class RequestLoop:
     observe: Callable[[ServedPart], None]
     _responses: dict[str, Response] = field(default_factory=dict, init=False)
     """Under way, by the id of the request."""
+    _lent: dict[object, float] = field(default_factory=dict, init=False)
+    """Since when (monotonic) another process draws what it was lent a place for."""
     _drawn: int = field(default=0, init=False)
     """Tokens of all answers."""
     _aborts: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
-        self._check_vocabulary(request)
-        response = self._responses[request.request_id] = Response.of(request)
+        response = self.begin(request)
         try:
-            return await self._until_complete(response)
+            await self._until(lambda: response.finish_reason is not None, request, partial(self.attempt, response))
         except asyncio.CancelledError:  # after an error `so_far` still tells of it
             self._responses.pop(request.request_id, None)
             raise
+        self._responses.pop(request.request_id, None)
+        assert response.finish_reason is not None
+        return response.generation(response.finish_reason)
+
+    def begin(self, request: GenerationRequest) -> Response:
+        """Raises ValueError: the request cannot be sent to a server."""
+        self._check_vocabulary(request)
+        response = self._responses[request.request_id] = Response.of(request)
+        return response
 
     def so_far(self, request_id: str) -> Generation | None:
         """See `RolloutFleet.so_far`."""
@@ -195,42 +96,84 @@ class RequestLoop:
             now.parts += [(streamed, version)] if streamed is not None else []
         return now.generation(now.finish_reason or FinishReason.ABORT) if now.parts else None
 
-    async def _until_complete(self, response: Response) -> Generation:
-        request, failures, failed = response.request, 0, None
-        while response.finish_reason is None:
+    async def _until(
+        self, over: Callable[[], bool], request: GenerationRequest, attempt: Callable[[Member], Awaitable[str | None]]
+    ) -> None:
+        """Has a server `attempt` it, as the method of that name, again and again until it is over."""
+        failures, failed = 0, None
+        while not over():
             priority, holdable = request.priority, request.holdable
             member = await self.balancer.acquire(request.group_id, priority, avoid=failed, holdable=holdable)
             try:
-                failure = await self._draw(member, response)
+                failure = await self._draw(member, over, attempt)
             finally:
                 self.balancer.release(member)
             failed = None
-            if failure is not None and response.finish_reason is None:
+            if failure is not None and not over():
                 failures, failed = failures + 1, member
                 await self._after_failure(request.request_id, failures, failure)
-        self._responses.pop(request.request_id, None)
-        return response.generation(response.finish_reason)
+
+    async def lend(self, request: GenerationRequest, draw: Draw) -> None:
+        """Has another process draw a response, or an episode turn by turn, with `attempt` at the server that it is
+        lent.
+
+        This one chooses the server, counts failures and interrupts. Until the other's answer is back it may draw, and
+        no weights change at the server. So whatever ends the requests of a server first tells the other process to stop
+        (`Member.stop_lent`): it begins nothing more there, ends what does not wait for the server, and the server's
+        answers to the abort end the rest.
+        """
+        over = False
+
+        async def attempt(member: Member) -> str | None:
+            nonlocal over
+            before, self._lent[attempt] = member.interruptions, time.monotonic()
+            member.drawing += 1
+            try:
+                drawn = await draw(member)
+            finally:
+                member.drawing -= 1
+                del self._lent[attempt]
+            over = drawn.over
+            for part in drawn.parts:
+                member.last_answer = time.monotonic()
+                self._served(part)
+            # It cannot tell an interruption from a failure.
+            interrupted = self._interrupted_since(member, before) and member.serving and member.engine.alive()
+            if drawn.failure is None or interrupted:
+                return None
+            if drawn.state is State.DOWN or (drawn.state is State.SUSPECT and member.state is State.READY):
+                member.enter(drawn.state, drawn.failure)
+            return drawn.failure
+
+        await self._until(lambda: over, request, attempt)
 
     def load(self) -> tuple[int, int, float]:
         """See `RolloutFleet.load`."""
         owed = [response.streaming for response in self._responses.values() if response.streaming is not None]
         streamed = sum(len(come) for _, come, *_ in owed) * self.config.stream_every
-        now = time.monotonic()
-        return self._drawn + streamed, len(owed), now - min((since for *_, since in owed), default=now)
+        now, begun = time.monotonic(), [*(since for *_, since in owed), *self._lent.values()]
+        return self._drawn + streamed, len(begun), now - min(begun, default=now)
+
+    def _served(self, part: ServedPart) -> None:
+        """Counts a server's answer."""
+        self._drawn += part.tokens
+        self.observe(part)
 
     async def close(self) -> None:
         """Ends the aborts that are still being sent."""
         await end_all(tuple(self._aborts))
 
-    async def _draw(self, member: Member, response: Response) -> str | None:
-        """As `_attempt`, and again after each publish in which the response keeps its place."""
-        while response.finish_reason is None and await member.passed():
-            failure = await self._attempt(member, response)
+    async def _draw(
+        self, member: Member, over: Callable[[], bool], attempt: Callable[[Member], Awaitable[str | None]]
+    ) -> str | None:
+        """As `attempt`, and again after each publish in which the response keeps its place."""
+        while not over() and await member.passed():
+            failure = await attempt(member)
             if failure is not None or member.gate.is_set():
                 return failure
         return None
 
-    async def _attempt(self, member: Member, response: Response) -> str | None:
+    async def attempt(self, response: Response, member: Member) -> str | None:
         """Asks one server for the rest of the response. Returns why the server did not finish its part; None: it did,
         or it was interrupted."""
         request, prompt, left = response.request, response.prompt_ids, response.tokens_left
@@ -270,7 +213,6 @@ class RequestLoop:
         if reply is not None:
             routing, reply = reply.routing, replace(reply, routing=None)
             response.add(reply, version, routing)
-            self._drawn += reply.token_ids.size
             part = ServedPart(
                 request_id=request.request_id,
                 url=member.url,
@@ -283,7 +225,7 @@ class RequestLoop:
                 cached_tokens=reply.cached_tokens,
                 retractions=reply.retractions,
             )
-            self.observe(part)
+            self._served(part)
         return failure
 
     def _interrupted_since(self, member: Member, before: int) -> bool:

@@ -26,6 +26,8 @@ _POLL_S = 0.25
 
 LATE_FACTOR = 2.0
 """The last servers may take so many times as long as enough servers took to start; each that comes extends it."""
+PROBED = 32
+"""Servers that are probed every `Timing.probe_interval_s`; more take turns, as each probe is CPU of the coordinator."""
 
 
 @dataclass(eq=False)
@@ -252,7 +254,7 @@ class Supervisor:
         """Checks the server until it has to be restarted; returns why."""
         scheduler = asyncio.ensure_future(self._until_scheduler_fails(member))
         sampling = asyncio.ensure_future(self._sample(member))
-        failed = 0
+        failed, interval_s = 0, self.timing.probe_interval_s * max(1.0, len(self.members) / PROBED)
         try:
             while True:
                 if member.state is State.DOWN:
@@ -264,7 +266,7 @@ class Supervisor:
                 asked = time.monotonic()
                 try:
                     # An answer to a request says as much as one to a probe, and costs nothing.
-                    if member.state is State.SUSPECT or asked - member.last_answer > self.timing.probe_interval_s:
+                    if member.state is State.SUSPECT or asked - member.last_answer > interval_s:
                         await member.call(member.probe(self.timing.probe_deadline_s))
                     failed = 0
                     if member.state is State.SUSPECT:
@@ -274,7 +276,7 @@ class Supervisor:
                     failed += member.last_answer < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
-                await asyncio.sleep(self.timing.probe_interval_s)
+                await asyncio.sleep(interval_s)
         finally:
             scheduler.cancel()
             sampling.cancel()

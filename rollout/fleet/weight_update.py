@@ -329,6 +329,7 @@ class Publisher:
             if now > deadline:
                 raise ServerUnavailable(f"{member.url}: {member.in_flight} requests did not end on abort")
             if now > next_abort:  # the first call does not end a request that is still on its way to the server
+                member.stop_lent(member.url, False)
                 await member.call(member.client.abort(None))
                 next_abort = now + _ABORT_AGAIN_S
             await asyncio.sleep(_DRAIN_POLL_S)

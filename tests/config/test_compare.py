@@ -35,7 +35,7 @@ UNRELATED = """
     model.fp32_head
     algorithm.dynamic_sampling.max_oversampling algorithm.dynamic_sampling.initial_pass_rate
     algorithm.dynamic_sampling.surplus algorithm.dynamic_sampling.ahead
-    rollout.start_quorum
+    rollout.start_quorum rollout.client_processes
     rollout.servers rollout.tensor_parallel rollout.urls rollout.api_key_file rollout.host rollout.port
     rollout.max_running_requests rollout.kv_cache_tokens rollout.memory_fraction rollout.deterministic
     rollout.on_publish rollout.quantization

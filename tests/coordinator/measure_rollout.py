@@ -3,7 +3,8 @@
 The real fleet, generator, sampler, ledger and reward pool fill batches of 512 x 16 responses of up to 20k tokens with
 log-probs; 64 scripted servers in processes of their own answer at a modelled speed, compressed in time. Counted are
 the CPU seconds and the peak resident memory of this process alone. `--profile` prints where the seconds go. With
-`--turns 8` the same tokens come in eight turns, an environment in the pool's workers answering each but the last.
+`--turns 8` the same tokens come in eight turns, an environment in the pool's workers answering each but the last. With
+`--client-processes 4` four others talk to the servers and the environment.
 """
 
 import argparse
@@ -15,13 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+import ray
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.cluster.clients import Clients
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.coordinator.run import tune_collector
 from megatron_dapo.coordinator.sampler import DynamicSampler
@@ -64,28 +67,43 @@ def words() -> PreTrainedTokenizerFast:
 
 async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
     rollout = RolloutConfig(
-        max_running_requests=options.slots, request_deadline_s=600.0, stream_every=options.stream_every
+        max_running_requests=options.slots,
+        request_deadline_s=600.0,
+        stream_every=options.stream_every,
+        client_processes=options.client_processes,
     )
     fleet = RolloutFleet(rollout, [RemoteServer(url) for url in urls], vocab_size=VOCABULARY, report=print)
-    pool = RewardPool(RewardConfig(workers=1, environment_workers=options.environment_workers, timeout_s=60.0))
+    reward = RewardConfig(workers=1, environment_workers=options.environment_workers, timeout_s=60.0)
     algorithm = AlgorithmConfig(
         prompts_per_step=options.prompts, group_size=options.group_size, mini_batch_responses=options.group_size
     )
     decoder = words() if options.plain_text else decoder_of(words())
-    generator = GroupGenerator(
-        Responder(fleet=fleet, pool=pool, decoder=decoder, rules=rules_of(options.turns, decoder)),
-        scripted_prompts(
-            PROMPTS, answer="42", verifier="robust", environment=ENVIRONMENT if options.turns > 1 else None
-        ),
-        lambda version: SamplingParams(max_new_tokens=Script().max_new_tokens + 1, stop_token_ids=(2,)),
-        algorithm,
-        seed=0,
-    )
-    ledger = Ledger(folder / "ledger.jsonl")
-    start = SamplerState(cursor=0, pass_rate=PassRate.start(0.7), carried=())
-    sampler = DynamicSampler(algorithm, generator.group, ledger, start)
-    await fleet.start(60.0)
-    try:
+    rules = rules_of(options.turns, decoder)
+    async with AsyncExitStack() as stack:
+        pool, ledger = RewardPool(reward), Ledger(folder / "ledger.jsonl")
+        stack.callback(pool.close)
+        stack.callback(ledger.close)
+        stack.push_async_callback(fleet.close)
+        await fleet.start(60.0)
+        clients = None
+        if rollout.client_processes:
+            clients = Clients(fleet, print, reward, decoder, rules, thinking=None)
+            stack.push_async_callback(clients.close)
+            await clients.start()
+        generator = GroupGenerator(
+            Responder(
+                fleet=fleet, pool=pool, decoder=decoder, rules=rules, elsewhere=clients.play if clients else None
+            ),
+            scripted_prompts(
+                PROMPTS, answer="42", verifier="robust", environment=ENVIRONMENT if options.turns > 1 else None
+            ),
+            lambda version: SamplingParams(max_new_tokens=Script().max_new_tokens + 1, stop_token_ids=(2,)),
+            algorithm,
+            seed=0,
+        )
+        start = SamplerState(cursor=0, pass_rate=PassRate.start(0.7), carried=())
+        sampler = DynamicSampler(algorithm, generator.group, ledger, start)
+        stack.push_async_callback(sampler.close)
         tune_collector()
         base = begin_peak()
         cpu, wall = time.process_time(), time.monotonic()
@@ -93,11 +111,6 @@ async def fill(urls: Sequence[str], options: argparse.Namespace, folder: Path) -
         gc.collect()
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         report(admission, cpu=cpu, wall=wall, base=base, peak=peak_resident())
-    finally:
-        await sampler.close()
-        await fleet.close()
-        pool.close()
-        ledger.close()
 
 
 def rules_of(turns: int, decoder: Decoder) -> TurnRules | None:
@@ -146,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plain-text", action="store_true", help="the tokenizer's own decode instead of the table")
     parser.add_argument("--turns", type=int, default=1, help="of an episode")
     parser.add_argument("--environment-workers", type=int, default=2)
+    parser.add_argument("--client-processes", type=int, default=0, help="as the config's key")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args(arguments)
     half = options.servers // 2
@@ -155,6 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speeds["turns"] = options.turns
         processes = [stack.enter_context(served(half, first=at * half, **speeds)) for at in range(2)]
         urls = [url for process in processes for url in process]
+        if options.client_processes:
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            stack.callback(ray.shutdown)
         profile = cProfile.Profile(time.process_time) if options.profile else None
         if profile is None:
             asyncio.run(fill(urls, options, folder))

@@ -19,6 +19,7 @@ from megatron_dapo.coordinator.checkpoints import (
     load_progress,
     save_progress,
 )
+from megatron_dapo.coordinator.sampler import nothing_new
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.timeline import StepTimer
 from megatron_dapo.storage.run_dir import RunDir
@@ -104,7 +105,9 @@ def train(tmp_path, monkeypatch):
             trainer=trainer,
             run_dir=run_dir,
             inputs=SimpleNamespace(model=SimpleNamespace(hidden_size=64)),
-            sampler=SimpleNamespace(record_trained=lambda *_: None, snapshot=lambda step: state, under_way=None),
+            sampler=SimpleNamespace(
+                record_trained=lambda *_: None, snapshot=lambda step: state, under_way=None, refresh=nothing_new
+            ),
             checkpoints=SimpleNamespace(begin=begin, due=due, kept_on_failure=lambda *_, **__: nullcontext()),
             handover=SimpleNamespace(to_trainer=lambda: asyncio.sleep(0)),
             fleet=SimpleNamespace(statistics=ServerStatistics()),

@@ -40,14 +40,15 @@ EPISODES = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("episodes") / "run"
-    running = start(run_dir, *EPISODES, module=KEEPING)
+@pytest.fixture(scope="module", params=[0, 2])
+def resumed(request, tmp_path_factory) -> Path:
+    """Played by the coordinator, and by two processes."""
+    run_dir, clients = tmp_path_factory.mktemp("episodes") / "run", f"rollout.client_processes={request.param}"
+    running = start(run_dir, *EPISODES, clients, module=KEEPING)
     running.wait_for(f"step 2/{STEPS}", 300)
     running.kill_all()
     running.finish(60)
-    finished = start(run_dir, *EPISODES, "run.resume=true", module=KEEPING).finish(400)
+    finished = start(run_dir, *EPISODES, clients, "run.resume=true", module=KEEPING).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     return run_dir

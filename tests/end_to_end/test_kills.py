@@ -109,10 +109,15 @@ def undisturbed_episodes(tmp_path_factory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(("victim", "count"), [("coordinator", 4), ("coordinator", 11), ("server", 11)])
-def test_a_kill_changes_nothing_of_episodes(undisturbed_episodes, tmp_path, victim, count):
-    """Turns are drawn by seeds of their own, and the environment is a function of the conversation."""
-    output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *EPISODES)
+@pytest.mark.parametrize(
+    ("victim", "count", "processes"),
+    [("coordinator", 4, 0), ("coordinator", 11, 0), ("server", 11, 0), ("coordinator", 11, 2), ("client", 11, 2)],
+)
+def test_a_kill_changes_nothing_of_episodes(undisturbed_episodes, tmp_path, victim, count, processes):
+    """Turns are drawn by seeds of their own, and the environment is a function of the conversation; who plays them is
+    no matter."""
+    clients = f"rollout.client_processes={processes}"
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *EPISODES, clients)
     check_killed(victim, output)
     check_equal(tmp_path / "run", undisturbed_episodes, output)
 

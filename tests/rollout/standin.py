@@ -50,6 +50,8 @@ class StandIn:
     """What it makes of the experts before it sends them."""
     draft: Mapping[str, str] = {}
     """Checksums of a draft model's tensors; one of a name of the model's own is the model's."""
+    ends: Callable[[int], bool] = staticmethod(lambda position: False)
+    """Whether a response ends with the token at this position of prompt and response, as at a stop token."""
     load: tuple[float, int] | None = None
     """Share of its KV cache in use and requests that wait, as /v1/loads tells; None: it knows no such route."""
 
@@ -227,6 +229,8 @@ class StandIn:
                 if answer.streamed and len(drawn) - sent == self.stream_interval:
                     await answer.part(answer.content(drawn[sent:], None, self.label, len(drawn)))
                     sent = len(drawn)
+                if self.ends(position):
+                    break
                 if self.seconds_a_token:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(aborted.wait(), self.seconds_a_token)
@@ -236,6 +240,8 @@ class StandIn:
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
         reason = {"type": "length", "length": wanted} if len(drawn) == wanted else {"type": "abort", "message": "Abort"}
+        if reason["type"] == "abort" and drawn and self.ends(len(body["input_ids"]) + len(drawn) - 1):
+            reason = {"type": "stop", "matched": drawn[-1][1]}
         retracted = reason["type"] == "abort" and self.repeats_itself
         sent, experts = 0 if retracted else sent, None
         if body.get("return_routed_experts") and not retracted:

@@ -4,7 +4,9 @@ import asyncio
 from functools import partial
 
 import pytest
+from aiohttp import web
 
+from rollout.fleet import supervision
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State
 from rollout.server.engine import RemoteServer
@@ -46,6 +48,34 @@ def test_a_server_that_does_not_tell_is_none_the_worse() -> None:
             await fleet.generate(request())
             assert fleet.statistics.take().keys() == {"servers/prefix_hits", "servers/retractions"}
         assert reports == []
+
+    run(test)
+
+
+class Probed(StandIn):
+    """Counts its probes."""
+
+    probes = 0
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self.probes += 1
+        return await super()._health(request)
+
+
+@pytest.mark.parametrize(("at_a_time", "least", "most"), [(32, 6, 21), (1, 2, 6)])
+def test_more_servers_are_not_probed_more_often_in_sum(
+    at_a_time: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAST has 50 ms between two probes: 20 a second, or with the turns of four servers 5."""
+
+    async def test() -> None:
+        monkeypatch.setattr(supervision, "PROBED", at_a_time)
+        servers = [Probed() for _ in range(4)]
+        async with fleet_of(*servers):
+            before = [server.probes for server in servers]
+            await asyncio.sleep(1.0)
+            counts = [server.probes - had for server, had in zip(servers, before, strict=True)]
+            assert all(least <= count <= most for count in counts), counts
 
     run(test)
 
