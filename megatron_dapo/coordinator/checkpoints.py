@@ -24,12 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole, read_manifest
+from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole, read_manifest, read_state
 from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster.gpu_handover import GpuHandover
 from megatron_dapo.cluster.trainer import Diverged, Trainer, TrainerError, TrainerLost, TrainerStalled
 from megatron_dapo.cluster.waits import Stalled, StopRequested, Waits
+from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator.batch import MismatchStop
@@ -110,17 +111,20 @@ def load_progress(folder: Path) -> Progress:
         raise GroupFileError(f"{folder / 'progress.json'}: written by another version ({error})") from None
 
 
-async def load_counters(run_dir: RunDir, checkpoint: Checkpoint) -> Progress:
+async def load_counters(run_dir: RunDir, checkpoint: Checkpoint, config: ActorConfig) -> Progress:
     """What the coordinator keeps in a checkpoint; and the trainer's files are there, and whole if they are small.
 
     Raises:
         CheckpointDamaged: a file is missing or damaged.
+        CheckpointError: another `config` wrote it, with which alone the trainer can read it.
     """
     try:
         actor = checkpoint.folder / "actor"
         if sum((actor / name).stat().st_size for name in read_manifest(actor)) <= READ_FIRST:
             await asyncio.to_thread(check_whole, actor)
-        return load_progress(checkpoint.folder)
+        progress = load_progress(checkpoint.folder)
+        read_state(actor, optimizer=config.optimizer, lora=config.lora)
+        return progress
     except (CheckpointDamagedError, GroupFileError) as error:
         raise await damaged_checkpoint(run_dir, checkpoint, str(error)) from None
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import read_state
-from megatron_dapo.actor.step_data import CheckpointDamagedError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster import engines
 from megatron_dapo.cluster.clients import Clients
@@ -291,13 +289,7 @@ async def first_progress(config: Config, run_dir: RunDir) -> Progress:
     """Where the run begins, or goes on. Nothing is changed unless the checkpoint can be used."""
     step, found = config.run.resume_step, run_dir.checkpoints() if config.run.resume else []
     chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)][-1:]
-    progress = await load_counters(run_dir, chosen[0]) if chosen else None
-    if chosen:
-        try:
-            actor = config.actor
-            read_state(chosen[0].folder / "actor", optimizer=actor.optimizer, lora=actor.lora)
-        except CheckpointDamagedError as error:
-            raise await damaged_checkpoint(run_dir, chosen[0], str(error)) from None
+    progress = await load_counters(run_dir, chosen[0], config.actor) if chosen else None
     if step is not None:
         run_dir.go_back_to(step)
     if progress is not None:

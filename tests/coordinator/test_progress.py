@@ -20,7 +20,7 @@ from megatron_dapo.actor.checkpoint.checkpoint_files import (
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config import load_config
-from megatron_dapo.config.actor_config import LayoutConfig
+from megatron_dapo.config.actor_config import ActorConfig, LayoutConfig
 from megatron_dapo.coordinator import checkpoints as checkpoints_module
 from megatron_dapo.coordinator import run as run_module
 from megatron_dapo.coordinator.checkpoints import (
@@ -154,7 +154,7 @@ TRAINERS = ("actor/__0_0.distcp", "actor/common.pt", f"actor/{MANIFEST_FILE}")
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """With whole checkpoints after steps 2, 4 and 6: real progress files, trainer files of random bytes."""
+    """With whole checkpoints after steps 2, 4 and 6: real progress and state files, tensors of random bytes."""
     found = RunDir(tmp_path / "run", resume=False)
     for step in (2, 4, 6):
         aside = found.aside(found.path / "checkpoints" / f"step_{step}")
@@ -166,6 +166,8 @@ def run_dir(tmp_path):
         for name in ("__0_0.distcp", "common.pt"):
             (actor / name).write_bytes(bytes(range(200)) * step)
             digests[name] = digest_of(actor / name)
+        state = state_text(optimizer_steps=1, layout=LayoutConfig(), distributed_optimizer=True)
+        (actor / STATE_FILE).write_text(state)
         put_in_place(actor, aside / "actor", digests)
         found.publish_checkpoint(aside, step, keep=3)
     yield found
@@ -174,7 +176,7 @@ def run_dir(tmp_path):
 
 def found_at_start(run_dir: RunDir) -> CheckpointDamaged:
     with pytest.raises(CheckpointDamaged) as caught:
-        asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint()))
+        asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint(), ActorConfig()))
     return caught.value
 
 
@@ -205,7 +207,7 @@ def test_a_damaged_file_of_the_trainer_is_found_before_anything_starts(run_dir, 
     flip(file)
     assert str(found_at_start(run_dir)).startswith(f"{file} is damaged")
     monkeypatch.setattr(checkpoints_module, "READ_FIRST", 100)  # too large to be read twice: left to the ranks
-    asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint()))
+    asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint(), ActorConfig()))
 
 
 def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_set_aside(run_dir, tmp_path):
@@ -224,8 +226,6 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_is_set_asid
         return caught.value
 
     assert "holds step 2, step 4, step 6" in str(error("run.resume_step=5"))
-    state = state_text(optimizer_steps=1, layout=LayoutConfig(), distributed_optimizer=True)
-    (actor / STATE_FILE).write_text(state)
     with pytest.raises(CheckpointError, match=r"set actor\.optimizer\.distributed=true, as"):
         asyncio.run(first_progress(load_config(file, ["actor.optimizer.distributed=false"]), run_dir))
     flip(actor / "common.pt")
@@ -254,7 +254,7 @@ def test_what_is_offered_is_intact_itself(run_dir, name, kind):
 
 
 def test_intact_ones_load(run_dir):
-    progress = asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint()))
+    progress = asyncio.run(load_counters(run_dir, run_dir.latest_checkpoint(), ActorConfig()))
     assert progress.rollout_step == 6
     assert len(progress.sampler.carried) == 2
 
