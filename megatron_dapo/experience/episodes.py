@@ -187,18 +187,15 @@ class Play:
     @classmethod
     def of(cls, prompt: Prompt, request: GenerationRequest, rules: Rules, begun: ScoredResponse | None = None) -> Self:
         """`begun`: what an ended run had drawn of it."""
-        play = cls(prompt, request)
-        play.request = replace(request, begun=begun.generation if begun else None)
-        if prompt.environment is None or rules is None:
-            return play
-        stops = (*request.sampling.stop_token_ids, *rules.end_ids)
-        play.rules, play.whole = rules, replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
-        newest = begun.generation if begun else None
-        if begun and begun.earlier:
-            play.before, newest = begun.generation.cut(sum(begun.generation.given[-1]))
-            play.earlier, play.state = list(begun.earlier), begun.state
-            for turn in begun.earlier:
-                play.turn_rewards += turn.reward  # as `settle` does: `sum` rounds in another way from Python 3.12 on
+        play, newest = cls(prompt, request), begun.generation if begun else None
+        if prompt.environment is not None and rules is not None:
+            stops = (*request.sampling.stop_token_ids, *rules.end_ids)
+            play.rules, play.whole = rules, replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
+            if begun and begun.earlier:
+                play.before, newest = begun.generation.cut(sum(begun.generation.given[-1]))
+                play.earlier, play.state = list(begun.earlier), begun.state
+                for turn in begun.earlier:
+                    play.turn_rewards += turn.reward  # as `settle` does: `sum` rounds otherwise from Python 3.12 on
         if play.left <= 0:  # the limit is a lower one now
             return cls.of(prompt, request, rules)
         play._draw(newest)
@@ -265,13 +262,13 @@ class Play:
         """Go on from there, and from what was drawn of the newest turn."""
         for name, value in zip(CARRIED, carried, strict=True):
             setattr(self, name, value)
-        if self.rules is None:
-            self.request = replace(self.whole, begun=begun)
-        else:
-            self._draw(begun)
+        self._draw(begun)
 
     def _draw(self, begun: Generation | None) -> None:
         """The request for a turn behind what is there."""
+        if self.rules is None:
+            self.request = replace(self.whole, begun=begun)
+            return
         turn, whole = len(self.earlier), self.whole
         if begun is None and self.before is not None and self.before.routing is not None:
             begun = replace(nothing_drawn(""), routing=self.before.routing)  # rows of what is the turn's prompt
