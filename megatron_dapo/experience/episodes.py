@@ -228,7 +228,7 @@ class Play:
     def episode(self, text: str) -> Episode:
         """For the environment. `text`: of the newest turn."""
         before = zip(self.earlier, drawn_turns(self.before), strict=False) if self.before else ()
-        said = [turn_of(turn, ids) for turn, ids in before]
+        said = [Turn(turn.response, turn.observation, tuple(ids.tolist()), turn.role) for turn, ids in before]
         newest = Turn(text, token_ids=tuple(self.done.token_ids.tolist()))
         return Episode(self.prompt.text, self.prompt.answer, (*said, newest), self.state, self.last)
 
@@ -280,11 +280,6 @@ class Play:
             seed=(whole.seed + turn * 0x9E3779B1) & 0x7FFFFFFF,
             begun=begun,
         )
-
-
-def turn_of(turn: EarlierTurn, ids: np.ndarray) -> Turn:
-    """As the environment gets it. `ids`: int32, what was drawn."""
-    return Turn(turn.response, turn.observation, tuple(ids.tolist()), turn.role)
 
 
 def drawn_turns(generation: Generation) -> list[np.ndarray]:
