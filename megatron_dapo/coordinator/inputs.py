@@ -17,7 +17,7 @@ from megatron_dapo.experience.episodes import Rules, thinking_limit, turn_rules
 from megatron_dapo.monitor.writer import check_wandb
 from reward.check import Truth, check_environments, check_verifiers
 from reward.registry import stated_form
-from rollout.generation import RoutingShape
+from rollout.generation import RoutingShape, ThinkingLimit
 
 MOST_TRIED = 10_000
 """Ground truths that an own verifier is tried on at most."""
@@ -36,6 +36,8 @@ class Inputs:
     heldout: PromptSet
     rules: Rules = None
     """Of episodes, where a prompt has an environment."""
+    thinking: ThinkingLimit | None = None
+    """Of `rollout.thinking_budget`."""
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -59,12 +61,12 @@ def read_inputs(config: Config) -> Inputs:
             f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
         )
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
-    thinking_limit(config.rollout, text)  # refused here, before a server starts
+    thinking = thinking_limit(config.rollout, text)
     prompts, heldout = read_problems(config, text)
     check_own_code(config)
     prompts.order(config.run.seed)
     rules = turn_rules(config, text, (*prompts.prompts, *heldout.prompts))
-    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout, rules=rules)
+    return Inputs(text=text, model=model, prompts=prompts, heldout=heldout, rules=rules, thinking=thinking)
 
 
 def routing_shape(config: Config, model: HFModelConfig) -> RoutingShape | None:

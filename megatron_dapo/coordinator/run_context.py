@@ -23,7 +23,6 @@ from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, Refresh
-from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Answers, Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, PlayAll, Responder, gather_or_cancel
 from megatron_dapo.experience.groups import SamplerState
@@ -123,14 +122,13 @@ async def start_run(run: RunBase) -> RunContext:
     done = [line for line in read_metrics(run_dir.path) if line["rollout_step"] <= progress.rollout_step]
     decoder, rules = inputs.text.decoder, inputs.rules
     responder = Responder(fleet=fleet, pool=pool, decoder=decoder, rules=rules, elsewhere=elsewhere)
-    thinking = thinking_limit(config.rollout, inputs.text)
 
     @cache
     def sampling(weight_version: int) -> SamplingParams:
         at = config.rollout.at_step(weight_version + 1)  # version v writes for step v + 1
         stop, limit = inputs.text.stop_token_ids, at.max_new_tokens
         drawn = SamplingParams(max_new_tokens=limit, temperature=at.temperature, top_p=at.top_p, stop_token_ids=stop)
-        return replace(drawn, thinking=thinking)
+        return replace(drawn, thinking=inputs.thinking)
 
     drawing = sampling, config.algorithm, config.run.seed, routing_shape(config, inputs.model)
     generator = GroupGenerator(responder, inputs.prompts, *drawing)
@@ -161,9 +159,8 @@ async def start_run(run: RunBase) -> RunContext:
 
 async def _clients(run: RunBase, fleet: RolloutFleet) -> tuple[Refresh, PlayAll | None]:
     """What their processes have drawn, on call, and what plays in them; None: this process does."""
-    config, text, rules = run.config, run.inputs.text, run.inputs.rules
-    thinking = thinking_limit(config.rollout, text)
-    clients = Clients(fleet, run.console.note, config.reward, text.decoder, rules, thinking)
+    config, inputs = run.config, run.inputs
+    clients = Clients(fleet, run.console.note, config.reward, inputs.text.decoder, inputs.rules, inputs.thinking)
     run.stack.push_async_callback(clients.close)
     await run.waits.wait_for("client start", "Ray", config.run.start_deadline_s, clients.start())
     return clients.refresh, clients.play if config.rollout.client_processes else None
