@@ -8,7 +8,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,12 +271,9 @@ class RayServer:
             ray.kill(self._hosts.pop())
 
     async def close(self) -> None:
-        await asyncio.gather(*map(self._close, self._hosts))
+        asked = [self._ask(host.close.remote(), ANSWER_DEADLINE_S) for host in self._hosts]
+        await asyncio.gather(*asked, return_exceptions=True)  # some may be gone already
         self.kill()
-
-    async def _close(self, host: Any) -> None:
-        with suppress(ServerStartError):  # it is gone already
-            await self._ask(host.close.remote(), ANSWER_DEADLINE_S)
 
     async def _look(self) -> None:
         while self._alive:
