@@ -282,7 +282,7 @@ def _settings(config: Config, evaluator: Evaluator, weights: dict[str, Any]) -> 
         "top_p": config.evaluation.top_p,
         "max_new_tokens": config.rollout.longest_response,
         **{f"thinking_{key}": getattr(config.rollout, f"thinking_{key}") for key in ("budget", "end", "mark")},
-        "stop_token_ids": list(evaluator.stop_token_ids),
+        "stop_token_ids": list(evaluator.modes[0].sampling.stop_token_ids),
         "seed": config.run.seed if config.rollout.deterministic else None,
         "verifiers": sorted({prompt.verifier for prompt in evaluator.prompts}),
         "turns": rules and [rules.max_turns, rules.max_tokens, rules.end_ids, sorted(rules.between.values())],

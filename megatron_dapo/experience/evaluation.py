@@ -96,7 +96,6 @@ class Evaluator:
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
         self.rules = responder.rules
         self._answered = 0
-        self.stop_token_ids = text.stop_token_ids
         limit, thinking = config.rollout.longest_response, thinking_limit(config.rollout, text)
         common = SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids, thinking=thinking)
         wanted = config.evaluation
