@@ -159,17 +159,13 @@ def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], co
 
 async def damaged_checkpoint(run_dir: RunDir, checkpoint: Checkpoint, reason: str) -> CheckpointDamaged:
     """The error to raise over `checkpoint`. Reads earlier ones whole, the newest first, until one is intact."""
-    return CheckpointDamaged(reason, await asyncio.to_thread(_newest_intact, run_dir, checkpoint.step))
-
-
-def _newest_intact(run_dir: RunDir, before: int) -> int | None:
-    for checkpoint in reversed(run_dir.checkpoints()):
-        if checkpoint.step < before:
+    for earlier in reversed(run_dir.checkpoints()):
+        if earlier.step < checkpoint.step:
             with suppress(CheckpointDamagedError, GroupFileError):
-                load_progress(checkpoint.folder)
-                check_whole(checkpoint.folder / "actor")
-                return checkpoint.step
-    return None
+                await asyncio.to_thread(load_progress, earlier.folder)
+                await asyncio.to_thread(check_whole, earlier.folder / "actor")
+                return CheckpointDamaged(reason, earlier.step)
+    return CheckpointDamaged(reason, None)
 
 
 async def reset_reference(trainer: Trainer, run_dir: RunDir, config: KLConfig, step: int, timer: StepTimer) -> bool:
