@@ -78,11 +78,9 @@ class RunContext(RunBase):
     async def evaluate(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
         """Held-out answers with the weights that the servers hold now; `forbid`: as Evaluator.run."""
         await self.handover.to_servers()
-        deadline, answering = self.config.run.step_deadline_s, self.evaluator.run(name, forbid=forbid)
-        wait_for, count = self.waits.wait_for, self.evaluator.count
-        return await wait_for(
-            f"held-out answers {name}", "rollout servers", deadline, answering, stoppable=True, count=count
-        )
+        what, deadline = f"held-out answers {name}", self.config.run.step_deadline_s
+        answering, count = self.evaluator.run(name, forbid=forbid), self.evaluator.count
+        return await self.waits.wait_for(what, "rollout servers", deadline, answering, stoppable=True, count=count)
 
 
 async def start_run(run: RunBase) -> RunContext:
