@@ -12,8 +12,9 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 import asyncio
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -211,7 +212,7 @@ def mini_batches(
     return [mini_batch(part.reshape(-1)) for part in np.array_split(members, -(-groups // per_batch))]
 
 
-class LogProbStream:
+class LogProbStream(AbstractAsyncContextManager["LogProbStream"]):
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
     def __init__(self, trainer: "Trainer", config: Config) -> None:
@@ -222,9 +223,6 @@ class LogProbStream:
         """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
         self._waiting: list[ScoredGroup] = []
         self._chunks: list[asyncio.Task[LogProbs]] = []
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await end_all(self._chunks)

@@ -18,11 +18,11 @@ without a checkpoint is written again.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import check_whole, read_manifest, read_state
 from megatron_dapo.actor.step_data import CheckpointDamagedError
@@ -196,7 +196,7 @@ def _remove_unnamed(run_dir: RunDir) -> None:
 
 
 @dataclass
-class Checkpoints:
+class Checkpoints(AbstractAsyncContextManager["Checkpoints"]):
     """The run's checkpoints. A context: at its end the checkpoint under way is finished or reported as lost."""
 
     config: RunConfig
@@ -330,9 +330,6 @@ class Checkpoints:
         if progress.rollout_step > newest_step(self.run_dir.path):
             await self.handover.to_trainer()
             await (await self.begin(progress, wait=True))()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Never raises: it is called on the way out."""

@@ -11,10 +11,11 @@ import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def check_wandb(config: WandbConfig) -> None:
         )
 
 
-class WandbMirror:
+class WandbMirror(AbstractContextManager["WandbMirror"]):
     """One run on Weights & Biases, over rollout steps. Use as a context: its end says whether the run failed.
 
     A step that a resumed run does again keeps its first value there: Weights & Biases takes no step twice.
@@ -99,9 +100,6 @@ class WandbMirror:
             cells = [[str(line.get(key, "")) for key in columns] for line in samples]
             row["responses"] = self._wandb.Table(columns, cells)
         self._run.log(row, step=int(row["rollout_step"]))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._run.finish(exit_code=int(kind is not None))
