@@ -191,8 +191,7 @@ class GroupGenerator:
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
         """The responses to the prompt at `position` of the endless order, judged."""
-        index = self.prompt_at(position)
-        prompt = self._prompts[index]
+        prompt = self._prompts[self.prompt_at(position)]
         place = f"prompt {position} ({prompt.place})"
         begun: Sequence[ScoredResponse | None] = [None] * self._algorithm.group_size
         restored = self._restored.pop(position, None)
@@ -209,13 +208,8 @@ class GroupGenerator:
             responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
         del self._writing[position]
         self.finished += 1
-        return ScoredGroup(
-            position=position,
-            prompt_index=index,
-            prompt_ids=prompt.ids,
-            weight_version=min(int(response.generation.weight_versions.min()) for response in responses),
-            responses=responses,
-        )
+        oldest = min(int(response.generation.weight_versions.min()) for response in responses)
+        return self._group_of(position, oldest, responses)
 
     def restore(self, groups: Iterable[ScoredGroup]) -> None:
         """Groups of `unfinished`, of a run that was ended: `group` goes on from what was drawn of them."""
@@ -229,19 +223,23 @@ class GroupGenerator:
         drawn = [play.generation(play.newest or self._responder.so_far(play.request)) for play in plays]
         if not any(generation.token_ids.size for generation in drawn):
             return None
+        begun = (unjudged(all_, play.earlier, play.state) for all_, play in zip(drawn, plays, strict=True))
+        return self._group_of(position, weight_version, tuple(begun))
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds, since the last call, in which no response was being written: `environment`, of which at least one
+        was awaited; `reward`, verdicts alone."""
+        return self._clock.take()
+
+    def _group_of(self, position: int, weight_version: int, responses: tuple[ScoredResponse, ...]) -> ScoredGroup:
         index = self.prompt_at(position)
         return ScoredGroup(
             position=position,
             prompt_index=index,
             prompt_ids=self._prompts[index].ids,
             weight_version=weight_version,
-            responses=tuple(unjudged(all_, play.earlier, play.state) for all_, play in zip(drawn, plays, strict=True)),
+            responses=responses,
         )
-
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds, since the last call, in which no response was being written: `environment`, of which at least one
-        was awaited; `reward`, verdicts alone."""
-        return self._clock.take()
 
     async def _turn(self, place: str, request: GenerationRequest) -> Generation:
         with self._clock.measure("writing"):
