@@ -21,7 +21,7 @@ from megatron_dapo.config import Config
 from megatron_dapo.coordinator.inputs import read_heldout
 from megatron_dapo.data.tokenizer import load_text_tools
 from megatron_dapo.diagnostics.local_jobs import local_fleet
-from megatron_dapo.experience.episodes import turn_rules
+from megatron_dapo.experience.episodes import Rules, turn_rules
 from megatron_dapo.experience.evaluation import Answer, AnswerKey, Evaluator, write_results
 from megatron_dapo.experience.generator import Responder
 from megatron_dapo.experience.groups import EarlierTurn
@@ -246,7 +246,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
             described = described or await _labels(fleet)
             total = len(evaluator.keys)
-            with response_log(out, _settings(config, evaluator, described)) as log:
+            with response_log(out, _settings(config, evaluator, rules, described)) as log:
                 if there := sum(key in log.known for key in evaluator.keys):
                     console.note(f"{there} of {total} responses are there already")
                 others = len(log.known) - there  # of problems or samples that are not asked for now
@@ -274,8 +274,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
                 return write_results(out, evaluator.prompts, answers, about)
 
 
-def _settings(config: Config, evaluator: Evaluator, weights: dict[str, Any]) -> dict[str, Any]:
-    rules = evaluator.rules
+def _settings(config: Config, evaluator: Evaluator, rules: Rules, weights: dict[str, Any]) -> dict[str, Any]:
     return {
         "weights": weights,
         "temperature": config.evaluation.temperature,

@@ -94,7 +94,6 @@ class Evaluator:
         # Of a weighted sum the accuracy alone: no other reward is read.
         self.prompts: Sequence[Prompt] = [replace(each, verifier=weighted(each.verifier)[0][1]) for each in asked]
         self._responder, self._folder, self._seed = responder, folder, config.run.seed
-        self.rules = responder.rules
         self._answered = 0
         limit, thinking = config.rollout.longest_response, thinking_limit(config.rollout, text)
         common = SamplingParams(max_new_tokens=limit, stop_token_ids=text.stop_token_ids, thinking=thinking)
@@ -174,7 +173,7 @@ class Evaluator:
             sampling=sampling,
             seed=response_seed(self._seed, -1 - at, sample),
         )
-        play = Play.of(prompt, request, self.rules)
+        play = Play.of(prompt, request, self._responder.rules)
 
         async def turn(place: str, request: GenerationRequest) -> Generation:
             return await self._generate(None if play.earlier else forbid, place, request)
