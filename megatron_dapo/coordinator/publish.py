@@ -64,15 +64,14 @@ class TrainerWeights:
 
     def __init__(self, context: RunContext, folder: Path, way: Literal["tensor", "distributed", "delta"]) -> None:
         """`folder`: where they are written if a server has to read them."""
-        self._way = way
-        self._context, self._trainer, self._fleet, self._folder = context, context.trainer, context.fleet, folder
+        self._context, self._folder, self._way = context, folder, way
         self._changes = context.trainer.weight_changes
         self._written: OnDisk | None = None
         self._hashed = set[ServerInfo]()
 
     async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
-        config = self._context.config
-        on_gpu = any(target.info.device == "cuda" for target in targets) and self._trainer.on_gpu
+        config, trainer = self._context.config, self._context.trainer
+        on_gpu = any(target.info.device == "cuda" for target in targets) and trainer.on_gpu
         request = SendRequest(
             transport=self._way,
             targets=tuple(targets),
@@ -82,15 +81,15 @@ class TrainerWeights:
             api_key_file=key_file(config, self._context.run_dir.path),
             more=more,
         )
-        kinds = [info for info in self._fleet.kinds if info not in self._hashed]
-        sent = await self._trainer.send_weights(request, kinds)
+        kinds = [info for info in self._context.fleet.kinds if info not in self._hashed]
+        sent = await trainer.send_weights(request, kinds)
         self._hashed |= sent.checksums.keys()
         return sent
 
     async def to_disk(self) -> OnDisk | None:
-        handover, unchanged = self._context.handover, self._trainer.weight_changes == self._changes
+        handover, unchanged = self._context.handover, self._context.trainer.weight_changes == self._changes
         if self._written is None and unchanged and (handover.trainer_has_it or not handover.shared):
             # Calls to the ranks keep their order: whatever changes the weights later comes after this.
-            checksums = await self._trainer.write_weights(self._folder, self._fleet.kinds)
+            checksums = await self._context.trainer.write_weights(self._folder, self._context.fleet.kinds)
             self._written = OnDisk(folder=self._folder, checksums=checksums)
         return self._written
