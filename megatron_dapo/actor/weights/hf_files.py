@@ -192,14 +192,11 @@ class FolderPlan:
             self.places |= {name: (file, len(header) + entry["data_offsets"][0]) for name, entry in part.items()}
 
     def create(self, folder: Path) -> None:
-        """An empty folder with every file's header and room, and the index where there are several."""
+        """An empty folder with every file's header, and the index where there are several."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for file, header in self.headers.items():
             (folder / file).write_bytes(header)
-        for name, (file, start) in self.places.items():
-            dtype = stored_dtype(name, self.shapes, self.dtype)
-            os.truncate(folder / file, start + math.prod(self.shapes[name]) * dtype.itemsize)
         if len(self.headers) > 1:
             file_of = {name: file for name, (file, _) in self.places.items()}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": file_of}
