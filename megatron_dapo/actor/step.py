@@ -72,10 +72,10 @@ class ForwardBackward:
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
-        columns = -(-vocabulary // self.layout.tensor)
-        self.shard = log_prob.VocabularyShard.of(
-            vocabulary=vocabulary, columns=columns, rank=self.tensor_rank, group=self.tensor_group
-        )
+        columns = -(-vocabulary // self.layout.tensor)  # of each rank, padding included
+        start = self.tensor_rank * columns
+        size = min(columns, vocabulary - start)
+        self.shard = log_prob.VocabularyShard(start=start, size=size, group=self.tensor_group)
         # One rank of those that end up with the same numbers speaks for them.
         self.speaks = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0

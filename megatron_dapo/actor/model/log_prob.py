@@ -48,12 +48,6 @@ class VocabularyShard:
     group: dist.ProcessGroup | None = None
     """The tensor-parallel ranks; None: the whole vocabulary is here."""
 
-    @classmethod
-    def of(cls, *, vocabulary: int, columns: int, rank: int, group: dist.ProcessGroup | None) -> "VocabularyShard":
-        """Shard `rank` of a vocabulary of `vocabulary` tokens when each rank holds `columns`, padding included."""
-        start = rank * columns
-        return cls(start=start, size=min(columns, vocabulary - start), group=group)
-
 
 Options = tuple[VocabularyShard, float, int]
 """The shard, the temperature, and how many rows or columns are worked on at a time."""

@@ -47,7 +47,7 @@ def ours(hidden, weight, rows, targets, down, temperature, shard, entropy_gradie
 def test_values_and_gradients(dtype, value, gradient, block, temperature):
     """In bfloat16 the product itself is rounded to 8 bits, of logits up to 30, as the output layer rounds it."""
     data = case(dtype, columns=64)  # 11 of them padding
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=64, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(*data, temperature, shard, block=block)
     wanted = reference(*data, temperature)
     for mine, theirs in zip(got[:2], wanted[:2], strict=True):
@@ -64,7 +64,7 @@ def test_a_weight_in_bfloat16_is_multiplied_in_the_type_of_the_hidden_states(blo
     the gradient of the weight is rounded, once, to the weight's type."""
     narrow = case(torch.bfloat16, columns=64)
     hidden, weight = narrow[0].float(), narrow[1]
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=64, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(hidden, weight, *narrow[2:], 0.7, shard, block=block)
     assert [one.dtype for one in got] == [torch.float32] * 3 + [torch.bfloat16]
     wide = ours(hidden, weight.float(), *narrow[2:], 0.7, shard, block=block)
@@ -76,7 +76,7 @@ def test_a_weight_in_bfloat16_is_multiplied_in_the_type_of_the_hidden_states(blo
 
 def test_gradcheck():
     hidden, weight, _, targets, _ = case(torch.float64)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     x, w = hidden[:4].requires_grad_(), (weight / 4).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x, w: linear_token_log_probs(x, w, torch.tensor([2, 0]), targets[:2], shard, temperature=0.8, block=20),
@@ -86,7 +86,7 @@ def test_gradcheck():
 
 def test_without_entropy_gradient():
     data = case(torch.float64)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(*data, 1.0, shard, entropy_gradient=False)
     wanted = reference(*data[:4], data[4] * torch.tensor([[1.0], [0.0]]), 1.0)
     torch.testing.assert_close(got[2:], wanted[2:])
@@ -95,7 +95,7 @@ def test_without_entropy_gradient():
 def test_no_rows_gives_nothing_and_gradients_of_zeros():
     hidden, weight, _, _, _ = case(torch.float32)
     none = torch.empty(0, dtype=torch.int64)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(hidden, weight, none, none, torch.empty(2, 0), 1.0, shard)
     assert got[0].shape == got[1].shape == (0,)
     assert torch.count_nonzero(got[2]) == torch.count_nonzero(got[3]) == 0
@@ -117,7 +117,7 @@ def test_the_logits_never_exist():
 
     hidden, weight = torch.randn(256, 16, requires_grad=True), torch.randn(997, 16, requires_grad=True)
     every = torch.arange(256)
-    shard = VocabularyShard.of(vocabulary=997, columns=997, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=997)
     with Largest() as mode:
         log_probs, _ = linear_token_log_probs(hidden, weight, every, every, shard, block=128)
         log_probs.sum().backward()
@@ -131,9 +131,9 @@ def shards_of(place, columns):
     )
     hidden, weight, rows, targets, down = case(torch.float64, columns=columns * place.world_size)
     mine = weight[place.rank * columns : (place.rank + 1) * columns].contiguous()
-    shard = VocabularyShard.of(
-        vocabulary=VOCABULARY, columns=columns, rank=place.rank, group=torch.distributed.group.WORLD
-    )
+    start = place.rank * columns
+    size = min(columns, VOCABULARY - start)
+    shard = VocabularyShard(start=start, size=size, group=torch.distributed.group.WORLD)
     return ours(hidden, mine, rows, targets, down, 0.9, shard, block=7)
 
 

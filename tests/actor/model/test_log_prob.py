@@ -48,7 +48,7 @@ def ours(logits, rows, targets, down, temperature, shard, entropy_gradient=True,
 def test_values_and_gradients(dtype, value, gradient, chunk, temperature):
     """bfloat16's gradient is exact in float32 and then rounded to the type of the logits: 8 bits."""
     data = case(dtype)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(*data, temperature, shard, chunk=chunk)
     wanted = reference(*data, temperature)
     torch.testing.assert_close(got[0].double(), wanted[0], atol=value, rtol=value)
@@ -61,7 +61,7 @@ def test_values_and_gradients(dtype, value, gradient, chunk, temperature):
 def test_padding_columns_and_other_rows_do_not_count():
     logits, rows, targets, down = case(torch.float64, columns=64)
     logits[:, VOCABULARY:] = 1e4
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=64, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(logits, rows, targets, down, 1.0, shard)
     torch.testing.assert_close(got, reference(logits, rows, targets, down, 1.0))
     assert torch.count_nonzero(got[2][:, VOCABULARY:]) == 0
@@ -70,7 +70,7 @@ def test_padding_columns_and_other_rows_do_not_count():
 
 def test_without_entropy_gradient():
     logits, rows, targets, down = case(torch.float64)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     got = ours(logits, rows, targets, down, 1.0, shard, entropy_gradient=False)
     wanted = reference(logits, rows, targets, down * torch.tensor([[1.0], [0.0]]), 1.0)
     torch.testing.assert_close(got[2], wanted[2])
@@ -79,7 +79,7 @@ def test_without_entropy_gradient():
 
 def test_gradcheck():
     logits, rows, targets, _ = case(torch.float64)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     small = (logits[:, :] / 6).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda x: token_log_probs(x, rows[:3], targets[:3], shard, temperature=0.8, chunk=2), (small,)
@@ -89,7 +89,7 @@ def test_gradcheck():
 def test_no_rows_gives_nothing_and_a_gradient_of_zeros():
     logits = torch.randn(4, VOCABULARY, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     log_probs, entropy = token_log_probs(logits, none, none, shard)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.shape == entropy.shape == (0,)
@@ -101,7 +101,7 @@ def test_huge_and_tiny_logits_stay_finite():
     logits[0, 3] = 3e4
     logits[1, :] = -3e4
     rows, targets = torch.tensor([0, 1, 0]), torch.tensor([3, 8, 9])
-    shard = VocabularyShard.of(vocabulary=VOCABULARY, columns=VOCABULARY, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=VOCABULARY)
     log_probs, entropy = token_log_probs(logits, rows, targets, shard)
     torch.testing.assert_close(log_probs, torch.tensor([0.0, -float(torch.tensor(53.0).log()), -3e4]))
     torch.testing.assert_close(entropy, torch.tensor([0.0, float(torch.tensor(53.0).log()), 0.0]))
@@ -123,7 +123,7 @@ def peak_floats(rows: int, chunk: int) -> int:
 
     logits = torch.randn(rows, 997).bfloat16().requires_grad_()
     every = torch.arange(rows)
-    shard = VocabularyShard.of(vocabulary=997, columns=997, rank=0, group=None)
+    shard = VocabularyShard(start=0, size=997)
     with Largest() as mode:
         log_probs, _ = token_log_probs(logits, every, every, shard, chunk=chunk)
         log_probs.sum().backward()
@@ -142,9 +142,9 @@ def shards_of(place, dtype, temperature, columns):
     logits, rows, targets, down = case(dtype, columns=columns * place.world_size)
     logits[:, VOCABULARY:] = 99.0
     mine = logits[:, place.rank * columns : (place.rank + 1) * columns].contiguous()
-    shard = VocabularyShard.of(
-        vocabulary=VOCABULARY, columns=columns, rank=place.rank, group=torch.distributed.group.WORLD
-    )
+    start = place.rank * columns
+    size = min(columns, VOCABULARY - start)
+    shard = VocabularyShard(start=start, size=size, group=torch.distributed.group.WORLD)
     return ours(mine, rows, targets, down, temperature, shard, chunk=4), (logits, rows, targets, down)
 
 
