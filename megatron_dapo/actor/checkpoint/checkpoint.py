@@ -79,7 +79,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Whether `finish` would wait on no rank."""
-        return all(gather_objects(self._writer.done))
+        return all(gather_objects(self._writer.written.done()))
 
     def finish(self) -> None:
         """Wait for every rank's writer and put the checkpoint in its place.
@@ -87,7 +87,7 @@ class PendingSave:
         Raises:
             CheckpointError: on every rank, if one could not write; what it wrote is removed.
         """
-        own = self._writer.result()
+        own = self._writer.written.result()
         written: list[Written] | None = [own] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(own, written, dst=0)
         _on_rank_0(self._folder, lambda: self._publish(written or []))

@@ -56,7 +56,8 @@ class ShardWriter(FileSystemWriter):
         super().__init__(folder, per_thread_copy_ahead=0)
         self._folder, self._live = Path(folder), live
         self._data: dict[MetadataIndex, Any] = {}
-        self._written = concurrent.futures.Future[Written]()
+        self.written = concurrent.futures.Future[Written]()
+        """What `write` comes to."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Torch's call to write: keeps the plan and what it refers to."""
@@ -87,7 +88,7 @@ class ShardWriter(FileSystemWriter):
         threading.Thread(target=self.write, name="checkpoint-writer", daemon=True).start()
 
     def write(self) -> None:
-        """Write and hash this rank's files. Whatever goes wrong is for `result` to say."""
+        """Write and hash this rank's files. Whatever goes wrong is for `written` to say."""
         try:
             # In the planner's place: hands each shard out once, so that its memory is freed on the way.
             planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._data.pop(item.index)))
@@ -97,16 +98,7 @@ class ShardWriter(FileSystemWriter):
         except Exception as error:
             written = Written(results=[], digests={}, failure=_reason(error))
         self._data = {}
-        self._written.set_result(written)
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self._written.done()
-
-    def result(self) -> Written:
-        """Wait for the thread."""
-        return self._written.result()
+        self.written.set_result(written)
 
     def write_index(self, results: list[list[WriteResult]]) -> None:
         """On rank 0: the file that says where every shard of every rank stands."""
