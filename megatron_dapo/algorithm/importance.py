@@ -22,9 +22,6 @@ from torch import Tensor
 
 from megatron_dapo.algorithm.kl import EXPONENT_BOUND, kl_estimate
 
-Mode = Literal["truncated", "masked"]
-Level = Literal["token", "sequence"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
@@ -58,8 +55,8 @@ def correction_weights(
     old_log_probs: Float[Tensor, " N"],
     rollout_log_probs: Float[Tensor, " N"],
     *,
-    mode: Mode,
-    level: Level,
+    mode: Literal["truncated", "masked"],
+    level: Literal["token", "sequence"],
     upper: float,
     lower: float,
     response_lengths: Int[Tensor, " R"],

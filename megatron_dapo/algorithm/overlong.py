@@ -22,8 +22,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-PenaltyShape = Literal["none", "soft", "linear"]
-
 
 def raw_reward(accuracy: Bool[Tensor, "*R"]) -> Float[Tensor, "*R"]:
     """Eq. 7: +1 where the answer is right, -1 where it is not; float64."""
@@ -56,7 +54,7 @@ def shaped_rewards(
     reward: Float[Tensor, "*R"],
     lengths: Int[Tensor, "*R"],
     *,
-    shape: PenaltyShape,
+    shape: Literal["none", "soft", "linear"],
     max_length: int,
     buffer: int,
     factor: float = 1.0,

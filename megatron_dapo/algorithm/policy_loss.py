@@ -17,8 +17,6 @@ from megatron_dapo.algorithm.kl import Estimator, kl_estimate, sequence_kl_estim
 from megatron_dapo.algorithm.losses.clipped import Clipped
 from megatron_dapo.algorithm.token_loss import LossColumns, PolicyLoss, TokenLoss
 
-KLAggregation = Literal["token", "sequence", "response_mean", "response_sum"]
-
 
 class Objective(Protocol):
     """What the actor minimises: a token loss from log-probs, entropy and columns."""
@@ -39,7 +37,7 @@ class PolicyObjective:
     loss: PolicyLoss = field(default_factory=Clipped)
     kl_coefficient: float = 0.0
     kl_estimator: Estimator = "k3"
-    kl_aggregation: KLAggregation = "token"
+    kl_aggregation: Literal["token", "sequence", "response_mean", "response_sum"] = "token"
     entropy_coefficient: float = 0.0
 
     @property
