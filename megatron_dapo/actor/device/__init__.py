@@ -14,8 +14,6 @@ from megatron_dapo.config.actor_config import ActorConfig
 
 Dtype = Literal["float32", "bfloat16"]
 
-NO_CUDA = "no CUDA device is used"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
@@ -136,7 +134,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     overlaps = cuda if config.overlap is None else config.overlap
     why_not = None  # TransformerEngine's layers are used
     if not cuda:
-        why_not = NO_CUDA
+        why_not = "no CUDA device is used"
     elif found.transformer_engine is None:
         why_not = "TransformerEngine is not importable"
     elif dtype == "float32":
