@@ -53,10 +53,9 @@ def plan_buckets(
     """
     buckets: list[Bucket] = []
     for one in shards:
-        alone = Bucket(dtype=dtype, shapes=quantized_shapes(one.shapes) if quantize else dict(one.shapes), parameters=1)
+        alone = Bucket(dtype=dtype, shapes=quantized_shapes(one.shapes) if quantize else dict(one.shapes))
         if not buckets or buckets[-1].size + alone.size > max_bytes:
-            buckets.append(alone)
-            continue
+            buckets.append(Bucket(dtype=dtype))
         buckets[-1].shapes.update(alone.shapes)
         buckets[-1].parameters += 1
     return buckets
