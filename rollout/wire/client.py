@@ -120,30 +120,27 @@ class SglangClient:
             routed_from: token (at most P) from which the answer says each token's experts; None: it does not.
             cache_key: cached prefixes are used, and left, only among requests of one key.
         """
-        params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-        if sampling.logit_bias:
-            params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-        if seed is not None:
-            params["sampling_seed"] = seed
-        body = {
+        bias = {str(token): added for token, added in (sampling.logit_bias or {}).items()}
+        body: dict[str, Any] = {
             "rid": rid,
             "input_ids": np.ascontiguousarray(prompt_ids),
-            "sampling_params": params,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": -1,
+                "min_p": 0.0,
+                "stop_token_ids": sampling.stop_token_ids,
+                "logit_bias": bias or None,
+                "sampling_seed": seed,
+            },
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": segments is not None,
+            "extra_key": cache_key,
         }
         if routed_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
-        if cache_key is not None:
-            body["extra_key"] = cache_key
         received = [] if segments is None else segments
         complete = False
         deadline_s = self.request_deadline_s + self.control_deadline_s
