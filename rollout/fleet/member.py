@@ -161,15 +161,23 @@ class Member:
         Raises:
             ServerUnavailable: the server went DOWN meanwhile, or failed.
         """
-        task, failure = asyncio.ensure_future(coroutine), failure or self._down
-        either: set[asyncio.Future[Any]] = {task, failure}
-        try:
+        failure = failure or self._down
+        with beside(coroutine) as task:
+            either: set[asyncio.Future[Any]] = {task, failure}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ServerUnavailable(f"{self.url}: {failure.result()}")
             return task.result()
-        finally:
-            task.cancel()
+
+
+@contextmanager
+def beside(work: Coroutine[Any, Any, T]) -> Iterator[asyncio.Future[T]]:
+    """`work` runs meanwhile; it is cancelled at the end if it is not done."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 async def end_all(tasks: "Sequence[asyncio.Future[Any]]") -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from rollout import errors
 from rollout.config import QUANTIZATION, RolloutConfig
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, ServerStatistics, State, Timing, end_all
+from rollout.fleet.member import Member, ServerStatistics, State, Timing, beside, end_all
 from rollout.fleet.weight_update import Publisher
 from rollout.weights import LOADER
 from rollout.wire.client import ServerInfo
@@ -252,10 +252,8 @@ class Supervisor:
 
     async def _until_failure(self, member: Member) -> str:
         """Checks the server until it has to be restarted; returns why."""
-        scheduler = asyncio.ensure_future(self._until_scheduler_fails(member))
-        sampling = asyncio.ensure_future(self._sample(member))
         failed, interval_s = 0, self.timing.probe_interval_s * max(1.0, len(self.members) / PROBED)
-        try:
+        with beside(self._until_scheduler_fails(member)) as scheduler, beside(self._sample(member)):
             while True:
                 if member.state is State.DOWN:
                     return member.reason
@@ -277,9 +275,6 @@ class Supervisor:
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
                 await asyncio.sleep(interval_s)
-        finally:
-            scheduler.cancel()
-            sampling.cancel()
 
     async def _until_scheduler_fails(self, member: Member) -> str:
         while True:
@@ -335,11 +330,8 @@ class Supervisor:
             # It was not restarted: its device may still wait in a broken process group, although its processes answer.
             with member.busy():
                 await member.client.checksums(self.timing.load_deadline_s)
-        failure = asyncio.ensure_future(self._until_failure(member))
-        try:
+        with beside(self._until_failure(member)) as failure:
             await member.call(self.publisher.bring_up_to_date(member), failure)
-        finally:
-            failure.cancel()
 
     async def _watch_fleet(self) -> None:
         """Reports while no server serves. Ends the waits of requests once that lasts longer than `fleet_deadline_s` and

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar
 from rollout.config import RolloutConfig
 from rollout.errors import ServerUnavailable
 from rollout.fleet.balancer import Balancer
-from rollout.fleet.member import Member, State, Timing
+from rollout.fleet.member import Member, State, Timing, beside
 from rollout.weights.checksums import Checksums, expected_checksums, verify, verify_draft, without_draft
 from rollout.weights.sender import Sent
 from rollout.weights.transport import Target
@@ -372,14 +372,11 @@ class Publisher:
     async def _load(self, member: Member, published: Published, folder: Path) -> None:
         """The server reads the folder; the checksums it must have are computed meanwhile."""
         assert member.info is not None
-        computing = asyncio.ensure_future(published.checksums(member.info))
-        try:
+        with beside(published.checksums(member.info)) as computing:
             with member.busy():
                 body = {"model_path": str(folder)}
                 await member.client.update_weights("disk", body, published.label, self.timing.load_deadline_s)
             await computing
-        finally:
-            computing.cancel()
 
     async def _verify_and_resume(self, member: Member, published: Published, deadline_s: float) -> int:
         """Verifies a paused server that holds the weights, and lets it go on; the number of checksums compared."""
