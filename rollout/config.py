@@ -156,7 +156,7 @@ class RolloutConfig:
     load more."""
 
     client_processes: Annotated[int, Field(ge=0)] = 0
-    """Processes that talk to servers and environments for the coordinator (docs/environments.md); 0: none."""
+    """Processes that play for the coordinator (docs/environments.md)."""
 
     speculative: SpeculativeConfig = SpeculativeConfig()
 

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Any
 
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.episodes import Play, Rules
@@ -16,6 +18,7 @@ from rollout.config import RolloutConfig
 from rollout.fleet.balancer import Balancer
 from rollout.fleet.member import Member, State, Timing
 from rollout.fleet.request_loop import Drawn, RequestLoop
+from rollout.fleet.response import Response
 from rollout.generation import Generation, GenerationRequest, ServedPart, ThinkingLimit
 from rollout.server.engine import RemoteServer
 from rollout.wire.client import SglangClient
@@ -27,38 +30,48 @@ class Stopped(Exception):
 
 @dataclass(eq=False)
 class _Away:
-    """A play in its process, and the server that is lent for it."""
+    """A play in its process, from its first order until it is over. To its `Responder` it is the fleet and the pool."""
 
     play: Play
-    member: Member
-    """Its own: the state says what it met there."""
-    loop: RequestLoop
-    first: GenerationRequest
-    """Of the turn that it goes on with."""
-    since: int
-    """Weight version with which that came to the server."""
-    stopped: bool = False
+    pool: RewardPool
+    member: Member = field(init=False)
+    """The server that is lent for it. Of this play alone: the state says what it met there."""
+    loop: RequestLoop = field(init=False)
+    stopped: bool = field(init=False)
     task: "asyncio.Task[None]" = field(init=False)
+    response: Response | None = None
+    """The turn that is not complete."""
+    asked: "asyncio.Task[Stepped] | None" = None
+    """The environment. It goes on for a play that is stopped meanwhile, and is not asked twice."""
+    home: tuple[str, str, int] | None = None
+    """URL and turn that were drawn last, and the weight version when the turn came there (`Response.home`)."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """A turn. Raises Stopped."""
-        response = self.loop.begin(request)
-        if request is self.first:
-            response.home = self.member, self.since
+        self.response = response = self.loop.begin(request)
+        here = self.member.url, request.request_id
+        if self.home is None or self.home[:2] != here:
+            self.home = *here, self.member.weight_version
+        response.home = self.member, self.home[2]
         while response.finish_reason is None:
             failure = await self.loop.attempt(response, self.member)
             if response.finish_reason is None and (failure is not None or self.stopped):
                 raise Stopped(failure)
+        self.response = None
         return response.generation(response.finish_reason)
 
-    def so_far(self, request_id: str) -> Generation | None:
-        """As of the fleet."""
-        return self.loop.so_far(request_id)
+    async def step(self, environment: str, episode: Episode) -> Stepped:
+        """What it says to the newest turn. Raises Stopped."""
+        if self.stopped:
+            raise Stopped(None)
+        self.asked = self.asked or asyncio.ensure_future(self.pool.step(environment, episode))
+        stepped, self.asked = await asyncio.shield(self.asked), None
+        return stepped
 
     def drawn(self) -> Generation | None:
         """What was drawn of the newest turn."""
-        request = self.play.request
-        return self.so_far(request.request_id) or request.begun
+        now = None if self.response is None else self.loop.now(self.response)
+        return self.play.newest or now or self.play.request.begun
 
 
 class ClientProcess:
@@ -79,30 +92,33 @@ class ClientProcess:
         """`folder`: the coordinator's working directory, for the user's environments."""
         os.chdir(folder)
         self._decoder, self._rules, self._thinking = decoder, rules, thinking
-        self._pool = RewardPool(reward, judges=False)
+        self._pool = RewardPool(reward)
         deadline_s, control_s = rollout.request_deadline_s, timing.control_deadline_s
         connect = partial(SglangClient, request_deadline_s=deadline_s, control_deadline_s=control_s, api_key=api_key)
         self._connect = cache(connect)
         self._loop = partial(RequestLoop, rollout, timing, vocab_size=vocab_size)
         self._away: dict[str, _Away] = {}
-        self._asked: dict[str, asyncio.Task[Stepped]] = {}
-        """Environments that are still asked for plays that were stopped."""
 
     async def play(self, order: bytes) -> bytes:
-        """Goes on with a play until it is over or stopped; how far it is then. Raises as `Responder.play`."""
-        key, place, prompt, whole, thinks, url, server, since, carried, begun = pickle.loads(order)
-        thinking = self._thinking if thinks else None
-        whole = replace(whole, sampling=replace(whole.sampling, thinking=thinking))
-        play = Play(prompt, whole, self._rules if prompt.environment is not None else None)
-        play.take(carried, begun)
-        member, parts = Member(RemoteServer(url), self._connect), list[ServedPart]()
+        """Goes on with a play until it is over or stopped. Returns what came of the server, an error that ended the
+        play, and, at its end, how far it is."""
+        key, place, url, server, fresh = pickle.loads(order)
+        if fresh is not None:
+            prompt, whole, carried, begun = fresh
+            whole = replace(whole, sampling=replace(whole.sampling, thinking=self._thinking))
+            play = Play(prompt, whole, self._rules if prompt.environment is not None else None)
+            play.take(carried, begun)
+            self._away[key] = _Away(play, self._pool)
+        away, parts = self._away[key], list[ServedPart]()
+        member = away.member = Member(RemoteServer(url), self._connect)
         member.info, member.weight_version, member.weight_label = server
         member.enter(State.READY)
-        loop = self._loop(Balancer((member,), 1), observe=parts.append)
-        away = self._away[key] = _Away(play, member, loop, play.request, since)
-        responder = Responder(fleet=away, pool=self._pool, decoder=self._decoder)
-        away.task = asyncio.ensure_future(responder.play(place, play, ask=partial(self._ask, key)))
-        over, failure = False, None
+        away.loop, away.stopped = self._loop(Balancer((member,), 1), observe=parts.append), False
+        away.play.take(away.play.carried(), away.drawn())
+        part: Any = away
+        responder = Responder(fleet=part, pool=part, decoder=self._decoder)
+        away.task = asyncio.ensure_future(responder.play(place, away.play))
+        over, failure, error, progress = False, None, None, None
         try:
             await away.task
             over = True
@@ -110,10 +126,13 @@ class ClientProcess:
             pass
         except Stopped as stopped:
             (failure,) = stopped.args
-        finally:
-            del self._away[key]
+        except Exception as raised:
+            error = raised
+        if over or error is not None:
+            progress = away.play.carried(), away.drawn()
+            self._away.pop(key, None)
         drawn = Drawn(over=over, failure=failure, state=member.state, parts=tuple(parts))
-        return pickle.dumps((drawn, play.carried(), away.drawn()), protocol=5)
+        return pickle.dumps((drawn, error, progress), protocol=5)
 
     async def stop(self, url: str, lost: bool) -> None:
         """Ends what is drawn at a server, whose requests the coordinator ends too, unless it is lost."""
@@ -126,24 +145,14 @@ class ClientProcess:
 
     async def drop(self, key: str) -> None:
         """Ends a play that nobody waits for."""
-        if key in self._away:
-            self._away[key].task.cancel()
-            await asyncio.wait([self._away[key].task])
-        if key in self._asked:
-            self._asked.pop(key).cancel()
+        away = self._away.pop(key, None)
+        if away is not None:
+            away.task.cancel()
+            await asyncio.wait([away.task])
+            if away.asked is not None:
+                away.asked.cancel()
 
-    async def look(self) -> bytes:
-        """How far each play is."""
-        plays = [(key, away.play.carried(), away.drawn()) for key, away in self._away.items()]
-        return pickle.dumps(plays, protocol=5)
-
-    async def _ask(self, key: str, environment: str, episode: Episode) -> Stepped:
-        """What is asked for a play that is stopped meanwhile is not asked twice: the answer waits for the play."""
-        if self._away[key].stopped:
-            raise Stopped(None)
-        asked = self._asked.pop(key, None) or asyncio.ensure_future(self._pool.step(environment, episode))
-        try:
-            return await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            self._asked[key] = asked
-            raise
+    async def look(self, keys: Sequence[str]) -> bytes:
+        """How far these plays are, of those that are here."""
+        here = [(key, self._away[key]) for key in keys if key in self._away]
+        return pickle.dumps([(key, away.play.carried(), away.drawn()) for key, away in here], protocol=5)

@@ -1,18 +1,19 @@
 """Processes that talk to servers and environments for the coordinator (`rollout.client_processes`), so that its CPU
 does not: Ray actors on its node.
 
-    Clients.play --an order: how far the play is, a server that is lent for it--> ClientProcess: turn after turn there
-                 <--how far it is: over, the server failed, or its requests were ended--
+    Clients.play --an order: a server that is lent for the play--> ClientProcess: turn after turn there
+                 <--the play is over, the server failed, or its requests were ended--
 
-The coordinator keeps all that plays share: which server, publishes, attempts (`RequestLoop.lend`). A process that is
-lost costs what its plays have drawn since the last look at them: each goes on from there, as after a lost server.
+The coordinator keeps all that plays share: which server, publishes, attempts (`RequestLoop.lend`). A play stays in its
+process until it is over; before a checkpoint the coordinator looks how far each is. A process that is lost costs what
+was drawn since: its plays go on from there, as after a lost server.
 """
 
 import asyncio
 import os
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -34,8 +35,10 @@ CALLS = 1_000_000
 """Of a process at a time: each play is one."""
 PING_S, SILENT_S = 5.0, 120.0
 """Between two questions to a process, and for its answer, its start too; past that another one takes its place."""
-LOOK_S = 10.0
-"""For how far its plays are; past that what was known before stands."""
+STOP_S = 10.0
+"""For it to stop at a server, of the `Timing.control_deadline_s` that the server has for its requests to end."""
+LOOKED, LOOK_S = 64, 10.0
+"""Plays that it is asked about at once, and for its answer; past that what was known before stands."""
 END_S = 10.0
 """For a play to end that nobody waits for any more."""
 
@@ -59,13 +62,13 @@ class Clients:
         share = max(1, rollout.client_processes)
         remote = replace(remote, connections=max(1, remote.connections // share))
         workers = max(1, reward.environment_workers // share)
-        reward = replace(reward, environment_workers=workers, remote_environment=remote)
+        reward = replace(reward, workers=1, environment_workers=workers, remote_environment=remote)
         servers = rollout, fleet.timing, fleet.vocab_size, fleet.api_key
         self._arguments = *servers, reward, decoder, rules, thinking, os.getcwd()
         self._hosts: list[Any] = []
-        self._away: dict[str, Play] = {}
-        """Plays that a process has, by the id of their request."""
-        self._watches: list[asyncio.Task[None]] = []
+        self._away: dict[str, tuple[int, Play]] = {}
+        """(which process has it, play), by the id of its request."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Returns when all answer. The fleet has been started."""
@@ -73,67 +76,68 @@ class Clients:
             member.stop_lent = self._stop
         self._hosts = [self._start() for _ in range(self._fleet.config.client_processes)]
         await asyncio.gather(*(host.__ray_ready__.remote() for host in self._hosts))
-        self._watches = [asyncio.create_task(self._watch(which)) for which in range(len(self._hosts))]
+        for which in range(len(self._hosts)):
+            self._keep(self._watch(which))
 
     async def play(self, place: str, play: Play) -> None:
         """As `Responder.play`. Raises what that raises, and `RolloutFleet.lend`."""
-        whole, key = play.whole, play.whole.request_id
-        which = zlib.crc32(whole.group_id.encode()) % len(self._hosts)
-        # How a limit of thinking is found in text stays in the process: it is no data.
-        thinks = whole.sampling.thinking is not None
-        about = key, place, play.prompt, replace(whole, sampling=replace(whole.sampling, thinking=None)), thinks
-        came: dict[tuple[str, str], int] = {}
-        """Weight version with which each turn came to each server (`Response.home`)."""
+        key, which = play.whole.request_id, zlib.crc32(play.whole.group_id.encode()) % len(self._hosts)
+        # Without its limit of thinking, which the process has: how that is found in text is no data.
+        whole = replace(play.whole, sampling=replace(play.whole.sampling, thinking=None))
+        at: Any = None
+        """The process that has the play."""
 
         async def draw(member: Member) -> Drawn:
-            host, version = self._hosts[which], member.weight_version
-            since = came.setdefault((member.url, play.request.request_id), version)
-            server = member.url, (member.info, version, member.weight_label), since
-            order = pickle.dumps((*about, *server, play.carried(), play.request.begun), protocol=5)
-            self._away[key] = play
+            nonlocal at
+            host, server = self._hosts[which], (member.info, member.weight_version, member.weight_label)
+            fresh = None if host is at else (play.prompt, whole, play.carried(), play.request.begun)
+            order, at = pickle.dumps((key, place, member.url, server, fresh), protocol=5), host
             answer = asyncio.ensure_future(host.play.remote(order))
             try:
-                drawn, carried, begun = pickle.loads(await asyncio.shield(answer))
+                drawn, raised, progress = pickle.loads(await asyncio.shield(answer))
             except asyncio.CancelledError:  # until it has ended, it may draw
                 host.drop.remote(key)
                 await asyncio.wait([answer], timeout=END_S)
                 raise
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
             except ray.exceptions.RayActorError as error:
                 return Drawn(over=False, failure=self._lost(which, host, in_words(error)))
-            finally:
-                del self._away[key]
-            play.take(carried, begun)
-            came.setdefault((member.url, play.request.request_id), version)
+            if progress is not None:
+                play.take(*progress)
+            if raised is not None:
+                raise raised
             return drawn
 
+        self._away[key] = which, play
         try:
             await self._fleet.lend(whole, draw)
         except asyncio.CancelledError:
-            self._hosts[which].drop.remote(key)  # its environment may still be asked
+            self._hosts[which].drop.remote(key)  # it may be there without a server, or `drop` came before its order
             raise
+        finally:
+            del self._away[key]
 
     async def refresh(self) -> None:
         """Takes over how far plays are, of processes that answer in time."""
 
-        async def look(host: Any) -> None:
+        async def look(which: int) -> None:
+            keys = [key for key, (at, _) in self._away.items() if at == which]
             with suppress(TimeoutError, ray.exceptions.RayError):
-                async with asyncio.timeout(LOOK_S):
-                    looked = await host.look.remote()
-                for key, carried, begun in pickle.loads(looked):
-                    if key in self._away:
-                        self._away[key].take(carried, begun)
+                for first in range(0, len(keys), LOOKED):
+                    async with asyncio.timeout(LOOK_S):
+                        looked = await self._hosts[which].look.remote(keys[first : first + LOOKED])
+                    for key, carried, begun in pickle.loads(looked):
+                        if key in self._away:
+                            self._away[key][1].take(carried, begun)
 
-        if self._away:
-            await asyncio.gather(*map(look, self._hosts))
+        await asyncio.gather(*map(look, range(len(self._hosts))))
 
     async def close(self) -> None:
         """Ends them. Never raises: it is called on the way out."""
-        for watch in self._watches:
-            watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         for host in self._hosts:
             ray.kill(host)
+        self._hosts = []
 
     def _start(self) -> Any:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -149,18 +153,27 @@ class Clients:
             self._hosts[which] = self._start()
         return what
 
+    def _stop(self, url: str, lost: bool) -> None:
+        for which, host in enumerate(self._hosts if self._away else ()):
+            self._keep(self._answered(which, host, host.stop.remote(url, lost), STOP_S))
+
     async def _watch(self, which: int) -> None:
         while True:
             host = self._hosts[which]
-            try:
-                async with asyncio.timeout(SILENT_S):
-                    await host.__ray_ready__.remote()
-            except TimeoutError:
-                self._lost(which, host, f"no answer within {SILENT_S:g} s")
-            except ray.exceptions.RayError as error:
-                self._lost(which, host, in_words(error))
+            await self._answered(which, host, host.__ray_ready__.remote(), SILENT_S)
             await asyncio.sleep(PING_S)
 
-    def _stop(self, url: str, lost: bool) -> None:
-        for host in self._hosts if self._away else ():
-            host.stop.remote(url, lost)
+    async def _answered(self, which: int, host: Any, answer: Awaitable[None], deadline_s: float) -> None:
+        """Starts another process if this one does not answer."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await answer
+        except TimeoutError:
+            self._lost(which, host, f"no answer within {deadline_s:g} s")
+        except ray.exceptions.RayError as error:
+            self._lost(which, host, in_words(error))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -199,6 +199,8 @@ def _of_actor(config: Config) -> Iterator[str]:
         if option.replace("_", "-").startswith(("--enable-hi", "--enable-lm")):
             why = "what it takes back into the KV cache has the experts of other tokens"
             yield f"rollout.extra_args: {option} under actor.routing_replay: {why}; remove one"
+    if config.actor.routing_replay and (clients := config.rollout.client_processes):
+        yield f"rollout.client_processes = {clients}: would copy the experts of actor.routing_replay; set it to 0"
     fp8 = config.actor.fp8
     if fp8 != "none" and config.actor.device == "cpu":
         yield f"actor.fp8 = {fp8}: needs CUDA, but actor.device is cpu; set actor.fp8 to none"

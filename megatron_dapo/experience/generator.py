@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.episodes import Play, Rules
 from megatron_dapo.experience.groups import ScoredGroup, ScoredResponse, unjudged
 from megatron_dapo.monitor.console import Count
-from reward.environment import Episode, Stepped
 from reward.pool.pool import RewardPool
 from reward.registry import other_accuracy
 from reward.verdict import Verdict, VerificationRequest
@@ -29,8 +28,6 @@ from rollout.generation import FinishReason, Generation, GenerationRequest, Rout
 T = TypeVar("T")
 Generate = Callable[[str, GenerationRequest], Awaitable[Generation]]
 """(place for errors, request) -> the turn."""
-Ask = Callable[[str, Episode], Awaitable[Stepped]]
-"""(environment, episode) -> what it says to the newest turn."""
 PlayAll = Callable[[str, Play], Awaitable[None]]
 """(place for errors, play) -> when all its turns are there."""
 OnKept = Callable[[ScoredGroup], None]
@@ -57,32 +54,29 @@ def response_seed(seed: int, position: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
-class Draws(Protocol):
-    """The part of a `RolloutFleet` that draws responses."""
-
-    async def generate(self, request: GenerationRequest) -> Generation: ...
-
-    def so_far(self, request_id: str) -> Generation | None: ...
-
-
 class Responder:
     """Fleet, detokenizer and reward pool of one run or evaluation."""
 
     def __init__(
-        self, *, fleet: Draws, pool: RewardPool, decoder: Decoder, rules: Rules = None, elsewhere: PlayAll | None = None
+        self,
+        *,
+        fleet: RolloutFleet,
+        pool: RewardPool,
+        decoder: Decoder,
+        rules: Rules = None,
+        elsewhere: PlayAll | None = None,
     ) -> None:
         """`rules`: of episodes; None: every prompt has one answer. `elsewhere`: plays in other processes."""
         self._fleet, self._pool, self._decoder, self.rules = fleet, pool, decoder, rules
         self.elsewhere = elsewhere
 
-    async def play(self, place: str, play: Play, generate: Generate | None = None, ask: Ask | None = None) -> None:
+    async def play(self, place: str, play: Play, generate: Generate | None = None) -> None:
         """The response; of a prompt with an environment turn after turn, until that ends the episode. Elsewhere, if
         that is given, unless this process must `generate`.
 
         Args:
             place: names the prompt in an error.
             generate: draws one turn; None: `generate` does.
-            ask: asks the environment; None: the pool does.
 
         Raises:
             EngineAborted: a turn is not there.
@@ -96,7 +90,7 @@ class Responder:
             if environment is None or play.rules is None:
                 return
             text = self._text(play.done)
-            stepped = await (ask or self._pool.step)(environment, play.episode(text))
+            stepped = await self._pool.step(environment, play.episode(text))
             if stepped.unjudged:
                 raise Unjudged(f"{place}: environment {environment!r}: {stepped.error}")
             over = play.settle(stepped, text)

@@ -58,12 +58,8 @@ class _Work:
 class RewardPool:
     """Judges responses in processes of its own. May be used from several event loops at once."""
 
-    def __init__(self, config: RewardConfig, *, judges: bool = True) -> None:
-        """Starts the fast workers in the background; the first verdicts wait for them (about 0.1 s).
-
-        `judges`: False for one that only steps environments.
-        """
-        self._judges = judges
+    def __init__(self, config: RewardConfig) -> None:
+        """Starts the fast workers in the background; the first verdicts wait for them (about 0.1 s)."""
         self._config = config
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -153,8 +149,7 @@ class RewardPool:
 
     async def _serve_until_closed(self) -> None:
         """Runs the workers. An error of one ends the pool, so that no caller waits for a worker that is gone."""
-        queues = [self._slow] * self._config.algebra_workers
-        queues += [self._fast] * self._config.workers if self._judges else []
+        queues = [self._fast] * self._config.workers + [self._slow] * self._config.algebra_workers
         queues += [self._steps] * self._config.environment_workers
         tasks = [asyncio.create_task(each) for each in (self._closing.wait(), *map(self._serve, queues))]
         try:

@@ -67,7 +67,7 @@ class RequestLoop:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutFleet.generate`."""
-        response = self.begin(request)
+        response = self._responses[request.request_id] = self.begin(request)
         try:
             await self._until(lambda: response.finish_reason is not None, request, partial(self.attempt, response))
         except asyncio.CancelledError:  # after an error `so_far` still tells of it
@@ -80,14 +80,15 @@ class RequestLoop:
     def begin(self, request: GenerationRequest) -> Response:
         """Raises ValueError: the request cannot be sent to a server."""
         self._check_vocabulary(request)
-        response = self._responses[request.request_id] = Response.of(request)
-        return response
+        return Response.of(request)
 
     def so_far(self, request_id: str) -> Generation | None:
         """See `RolloutFleet.so_far`."""
         response = self._responses.get(request_id)
-        if response is None:
-            return None
+        return None if response is None else self.now(response)
+
+    def now(self, response: Response) -> Generation | None:
+        """What was drawn of it until now; None: nothing."""
         now = Response(response.request, [*response.parts], routing=response.routing)
         now._given = response._given
         if response.streaming is not None:
@@ -122,11 +123,11 @@ class RequestLoop:
         (`Member.stop_lent`): it begins nothing more there, ends what does not wait for the server, and the server's
         answers to the abort end the rest.
         """
-        over = False
+        over = turned = False
 
         async def attempt(member: Member) -> str | None:
-            nonlocal over
-            before, self._lent[attempt] = member.interruptions, time.monotonic()
+            nonlocal over, turned
+            before, restarts, self._lent[attempt] = member.interruptions, member.restarts, time.monotonic()
             member.drawing += 1
             try:
                 drawn = await draw(member)
@@ -137,15 +138,21 @@ class RequestLoop:
             for part in drawn.parts:
                 member.last_answer = time.monotonic()
                 self._served(part)
+                turned = turned or part.finish_reason is not FinishReason.ABORT
             # It cannot tell an interruption from a failure.
             interrupted = self._interrupted_since(member, before) and member.serving and member.engine.alive()
             if drawn.failure is None or interrupted:
                 return None
-            if drawn.state is State.DOWN or (drawn.state is State.SUSPECT and member.state is State.READY):
+            if drawn.state is not State.READY and member.serving and member.restarts == restarts:
                 member.enter(drawn.state, drawn.failure)
             return drawn.failure
 
-        await self._until(lambda: over, request, attempt)
+        def ended() -> bool:
+            return over or turned
+
+        while not over:
+            turned = False  # `max_attempts` counts for each turn anew
+            await self._until(ended, request, attempt)
 
     def load(self) -> tuple[int, int, float]:
         """See `RolloutFleet.load`."""

@@ -27,7 +27,7 @@ _POLL_S = 0.25
 LATE_FACTOR = 2.0
 """The last servers may take so many times as long as enough servers took to start; each that comes extends it."""
 PROBED = 32
-"""Servers that are probed every `Timing.probe_interval_s`; more take turns, as each probe is CPU of the coordinator."""
+"""Servers that are probed every `Timing.probe_interval_s`; of more each less often: it is CPU of the coordinator."""
 
 
 @dataclass(eq=False)
@@ -252,7 +252,8 @@ class Supervisor:
 
     async def _until_failure(self, member: Member) -> str:
         """Checks the server until it has to be restarted; returns why."""
-        failed, interval_s = 0, self.timing.probe_interval_s * max(1.0, len(self.members) / PROBED)
+        failed, probed = 0, 0.0
+        interval_s = self.timing.probe_interval_s * max(1.0, len(self.members) / PROBED)
         with beside(self._until_scheduler_fails(member)) as scheduler, beside(self._sample(member)):
             while True:
                 if member.state is State.DOWN:
@@ -264,7 +265,8 @@ class Supervisor:
                 asked = time.monotonic()
                 try:
                     # An answer to a request says as much as one to a probe, and costs nothing.
-                    if member.state is State.SUSPECT or asked - member.last_answer > interval_s:
+                    if member.state is State.SUSPECT or asked - max(member.last_answer, probed) > interval_s:
+                        probed = asked
                         await member.call(member.probe(self.timing.probe_deadline_s))
                     failed = 0
                     if member.state is State.SUSPECT:
@@ -274,7 +276,7 @@ class Supervisor:
                     failed += member.last_answer < asked
                     if failed >= self.timing.failed_probes:
                         return f"{failed} probes failed, the last one: {error}"
-                await asyncio.sleep(interval_s)
+                await asyncio.sleep(self.timing.probe_interval_s)
 
     async def _until_scheduler_fails(self, member: Member) -> str:
         while True:

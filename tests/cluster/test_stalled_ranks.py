@@ -92,6 +92,6 @@ def test_ranks_in_one_state_share_a_line_and_who_waits_comes_last(monkeypatch, t
 
 def test_a_lost_ranks_reason_ends_where_ray_begins_to_guess():
     text = "The actor died unexpectedly.\n\tpid: 7\nSome common causes include: (1) out of memory"
-    assert trainer_module._in_words(ray.exceptions.RayActorError(error_msg=text)) == (
+    assert trainer_module.in_words(ray.exceptions.RayActorError(error_msg=text)) == (
         "its process ended: The actor died unexpectedly. pid: 7"
     )

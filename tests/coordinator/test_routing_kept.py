@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.actor.model.hf_config import Experts
-from megatron_dapo.config import load_config
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.coordinator.batch import LogProbStream, mini_batches, responses_of, step_arrays
 from megatron_dapo.coordinator.inputs import routing_room, routing_shape
 from megatron_dapo.plan.memory import disk_bytes, host_memory
@@ -154,3 +154,8 @@ def test_a_start_says_where_a_batch_may_have_no_room(monkeypatch, tmp_path):
     assert f"may take 378.0 GB of disk ({tmp_path}); 377.0 free" in disk
     assert len(said(0, 0)) == 2
     assert len(said(0, 0, "algorithm.dynamic_sampling.max_staleness=0")) == 1, "no group is carried"
+
+
+def test_client_processes_would_copy_them(config):
+    with pytest.raises(ConfigError, match=r"client_processes = 4: would copy the experts of actor.routing_replay"):
+        config(REPLAY, "rollout.client_processes=4")

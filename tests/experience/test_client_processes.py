@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 from collections import Counter
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -13,49 +11,18 @@ import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.cluster import clients as clients_module
-from megatron_dapo.cluster.clients import Clients
 from megatron_dapo.cluster.ray_cluster import Cluster
-from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig, OverlongConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.sampler import DynamicSampler
-from megatron_dapo.data.order import Span
-from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.experience.episodes import drawn_turns, turn_rules
-from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
+from megatron_dapo.experience.episodes import drawn_turns
+from megatron_dapo.experience.generator import Unjudged
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.storage.ledger import Ledger
-from reward.config import RewardConfig
-from reward.pool.pool import RewardPool
-from rollout.config import RolloutConfig
 from rollout.errors import RolloutError
-from rollout.fleet.fleet import RolloutFleet
-from rollout.generation import FinishReason, SamplingParams
-from tests.experience.chat_models import prompt_of
-from tests.experience.test_observations import config
-from tests.rollout.fleet_kit import FAST, until
+from rollout.generation import FinishReason
+from tests.experience.clients_kit import ENVIRONMENT, GROUP, TURNS, check_tokens, place
+from tests.rollout.fleet_kit import until
 from tests.rollout.folders import save_model
-from tests.rollout.standin import StandIn
-
-GROUP, TURNS, VOCABULARY = 4, 3, 400
-STOPS = tuple(range(9, 100, 10))
-"""A stand-in's tokens at every tenth place, where a turn ends."""
-ENVIRONMENT = '''
-import json, os, time
-from reward.environment import End, Observation
-from reward.verdict import VerifierError
-
-def talks(episode):
-    """Ends with the third turn; waits as long as the folder that the prompt names is closed."""
-    folder, turn = episode.ground_truth, len(episode.turns)
-    with open(folder + "/asked", "a") as file:
-        file.write(json.dumps([turn, episode.state, list(episode.turns[-1].token_ids)]) + "\\n")
-    while os.path.exists(folder + "/closed"):
-        time.sleep(0.01)
-    if turn == 3:
-        return End(accuracy=True, extracted=json.dumps([len(turn.token_ids) for turn in episode.turns]))
-    return Observation("go on" * turn, state=[turn], reward=0.25)
-
-def fails(episode): raise VerifierError("no such table")
-'''
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,51 +41,6 @@ def weights(tmp_path_factory):
     for seed in (1, 2):
         save_model(root / str(seed), "qwen3", seed, num_hidden_layers=1)
     return [root / str(seed) for seed in (1, 2)]
-
-
-@asynccontextmanager
-async def place(text, folder, *, processes, environment="talks", servers=2, seconds=0.0, **settings):
-    """Fleet, processes and a generator of groups, whose prompts are all one."""
-    engines = [StandIn(seconds_a_token=seconds) for _ in range(servers)]
-    for engine in engines:
-        engine.ends, engine.stream_interval = lambda position: position % 10 == 9, 2
-    keys = {"stream_every": 2, "fleet_deadline_s": 20.0, "request_deadline_s": 20.0} | settings
-    rollout = RolloutConfig(client_processes=processes, **keys)
-    parts, reports = [], []
-    fleet = RolloutFleet(
-        rollout, engines, vocab_size=VOCABULARY, report=reports.append, timing=FAST, observe=parts.append
-    )
-    reward = RewardConfig(workers=1, environment_workers=16, timeout_s=30.0)
-    pool = RewardPool(reward)
-    prompt = prompt_of(text, "Talk.", environment=f"own_talk:{environment}", answer=str(folder))
-    rules = turn_rules(config(f"rollout.max_turns={TURNS}"), text, [prompt])
-    await fleet.start(10.0)
-    clients = None
-    if processes:
-        clients = Clients(fleet, reports.append, reward, text.decoder, rules, thinking=None)
-        await clients.start()
-    elsewhere = clients.play if clients else None
-    generator = GroupGenerator(
-        Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules, elsewhere=elsewhere),
-        PromptSet(
-            prompts=(prompt,),
-            spans=(Span(name="f", start=0, count=1, weight=1.0),),
-            counts=Counter(),
-            content_hash="",
-        ),
-        lambda version: SamplingParams(max_new_tokens=200, stop_token_ids=STOPS),
-        AlgorithmConfig(group_size=GROUP, overlong=OverlongConfig(shape="none")),
-        seed=0,
-    )
-    try:
-        yield SimpleNamespace(
-            engines=engines, fleet=fleet, clients=clients, generator=generator, parts=parts, reports=reports
-        )
-    finally:
-        if clients:
-            await clients.close()
-        await fleet.close()
-        pool.close()
 
 
 @pytest.fixture
@@ -148,22 +70,6 @@ def said(group):
         )
         for one in group.responses
     ]
-
-
-def check_tokens(group):
-    """Each token was drawn at its place, by the weights that it says, and each turn ends at the first stop."""
-    for response in group.responses:
-        generation, prompt = response.generation, group.prompt_ids.size
-        assert len(response.earlier) == len(generation.given) == TURNS - 1
-        places = np.delete(np.arange(generation.token_ids.size), given_places(generation)) + prompt
-        np.testing.assert_array_equal(generation.drawn_ids, 10 * generation.weight_versions + places % 10)
-        np.testing.assert_array_equal(generation.log_probs, -generation.weight_versions.astype(np.float32))
-        for turn in drawn_turns(generation):
-            assert (turn % 10 == 9).tolist() == [False] * (turn.size - 1) + [True]
-
-
-def given_places(generation):
-    return np.concatenate([np.arange(first, first + tokens) for first, tokens in generation.given])
 
 
 def drawn(engines):
@@ -252,8 +158,9 @@ def test_nothing_is_drawn_while_held_and_all_goes_on_afterwards(local_ray, text,
             await there.fleet.hold()
             assert not any(engine.running for engine in there.engines)
             before = drawn(there.engines)
+            await there.clients.refresh()
             left = there.generator.unfinished(0, 0)
-            assert any(each.generation.drawn for each in left.responses), "what was drawn came back with the answers"
+            assert any(each.generation.drawn for each in left.responses), "of plays without a server too"
             await there.fleet.release_memory()
             await asyncio.sleep(0.3)
             assert drawn(there.engines) == before
@@ -266,12 +173,44 @@ def test_nothing_is_drawn_while_held_and_all_goes_on_afterwards(local_ray, text,
     run(test)
 
 
+async def second_turns(there, *positions):
+    """Until all plays of these groups are known to be in one. Returns how many tokens are known of them."""
+    while True:
+        await there.clients.refresh()
+        groups = [there.generator.unfinished(position, 0) for position in positions]
+        known = [one.generation for group in groups if group is not None for one in group.responses]
+        if len(known) == GROUP * len(positions) and all(each.given for each in known):
+            return sum(each.drawn for each in known)
+        await asyncio.sleep(0.02)
+
+
 async def process_of(clients):
     (host,) = clients._hosts
     return psutil.Process(await host.__ray_call__.remote(lambda self: os.getpid()))
 
 
-@pytest.mark.parametrize("end", ["killed", "stopped"])
+@pytest.mark.parametrize("on_publish", ["restart", "recompute"])
+def test_a_process_that_hangs_ends_no_server_in_a_publish(local_ray, text, talk, weights, monkeypatch, on_publish):
+    monkeypatch.setattr(clients_module, "STOP_S", 0.5)
+
+    async def test():
+        async with place(text, talk, processes=1, seconds=0.1, on_publish=on_publish) as there:
+            process = await process_of(there.clients)
+            await there.fleet.publish(weights[0], 1)
+            groups = [asyncio.ensure_future(there.generator.group(position, 1)) for position in range(4)]
+            await until(lambda: all(member.drawing for member in there.fleet.members))
+            process.suspend()
+            report = await there.fleet.publish(weights[1], 2)
+            assert len(report.servers) == 2
+            assert [member.restarts for member in there.fleet.members] == [0, 0]
+            assert there.reports == ["client process 0: no answer within 0.5 s; starting another one"]
+            for group in await asyncio.gather(*groups):
+                check_tokens(group)
+
+    run(test)
+
+
+@pytest.mark.parametrize("end", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_lost_process_costs_what_was_drawn_since_the_last_look(local_ray, text, talk, monkeypatch, end):
     monkeypatch.setattr(clients_module, "PING_S", 0.2)
     monkeypatch.setattr(clients_module, "SILENT_S", 25.0)
@@ -280,8 +219,8 @@ def test_a_lost_process_costs_what_was_drawn_since_the_last_look(local_ray, text
         async with place(text, talk, processes=1, seconds=0.1) as there:
             process = await process_of(there.clients)
             group = asyncio.ensure_future(there.generator.group(0, 0))
-            await until(lambda: len(asked(talk)) >= GROUP)
-            await asyncio.sleep(0.45)
+            await second_turns(there, 0)
+            await asyncio.sleep(0.25)
             await there.clients.refresh()
             known = [each.generation for each in there.generator.unfinished(0, 0).responses]
             assert all(each.given for each in known)
@@ -317,14 +256,14 @@ def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_
         async with place(text, talk, processes=2, seconds=0.1) as there:
             sampler = sampler_of(there, ledger, SamplerState(cursor=0, pass_rate=start, carried=()))
             filling = asyncio.ensure_future(sampler.fill(1, 0))
-            await until(lambda: len(asked(talk)) >= 2 * GROUP)
+            before = await second_turns(there, 0, 1)
             await asyncio.sleep(0.35)
             filling.cancel()
             await asyncio.wait([filling])
             left = sampler.under_way()
         known = {group.position: group for group in left.unfinished}
         assert known.keys() == {0, 1}
-        assert all(each.earlier for group in known.values() for each in group.responses)
+        assert sum(each.generation.drawn for group in known.values() for each in group.responses) > before
         async with place(text, talk, processes=2) as there:
             sampler = sampler_of(there, ledger, left)
             for group in (await sampler.fill(1, 0)).kept:
