@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dapo.cluster.engines import api_key, own_engines, servers_ready, visible_gpus
+from megatron_dapo.cluster.engines import KEY_FILE, api_key, own_engines, servers_ready, visible_gpus
 from megatron_dapo.cluster.waits import Waits, ready_after
 from megatron_dapo.config import Config
 from rollout.config import QUANTIZATION
@@ -61,3 +61,4 @@ async def local_fleet(
         yield fleet
     finally:
         await fleet.close()
+        (folder / KEY_FILE).unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.cli.main import main
+from megatron_dapo.cluster.engines import KEY_FILE
 from megatron_dapo.cluster.heartbeat import read_heartbeat
 from megatron_dapo.monitor.console import Count
 from tests.processes import ROOT, Running
@@ -56,6 +57,7 @@ def test_it_says_what_it_starts_and_its_state_is_in_a_file(whole):
     assert log.index("starting 2 server(s)") < log.index("servers ready after")
     state = read_heartbeat(whole)
     assert (state.state, state.progress) == ("finished", {"evaluation": Count(120, 120, "responses")})
+    assert not (whole / KEY_FILE).exists(), "its servers have ended"
 
 
 @pytest.mark.slow
