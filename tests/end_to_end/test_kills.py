@@ -95,7 +95,8 @@ def test_a_kill_at_an_event_changes_nothing(undisturbed, tmp_path, victim, event
 @pytest.mark.parametrize("victim", [*COORDINATOR, *MARKS])
 def test_every_kind_of_process_may_be_killed_after_the_first_step(undisturbed, tmp_path, victim):
     """One kill a run, while the second step's responses are written."""
-    output = live_through(tmp_path / "run", victim, Event.FINISHED, 11)
+    more = ["rollout.client_processes=1"] if victim == "client" else []
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, 11, *more)
     check_killed(victim, output)
     check_equal(tmp_path / "run", undisturbed, output)
 
