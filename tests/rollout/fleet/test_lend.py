@@ -41,20 +41,27 @@ def test_what_is_said_of_a_lost_server_is_no_word_on_the_next_one() -> None:
     run(test)
 
 
-def test_a_server_that_failed_a_play_is_probed_before_it_is_lent_again() -> None:
+def test_a_server_that_failed_a_play_is_probed_before_it_is_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[tuple[State, str]] = []
+    enter = Member.enter
+
+    def noted(member: Member, state: State, reason: str = "") -> None:
+        entered.append((state, reason))
+        enter(member, state, reason)
+
     async def test() -> None:
-        states: list[State] = []
+        leases: list[int] = []
 
         async def draw(member: Member) -> Drawn:
-            states.append(member.state)
-            return Drawn(over=len(states) == 2, failure=None if len(states) == 2 else "500", state=State.SUSPECT)
+            leases.append(len(entered))
+            last = len(leases) == 2
+            return Drawn(over=last, failure=None if last else "500", state=State.SUSPECT)
 
         async with fleet_of(StandIn()) as fleet:
-            lending = asyncio.ensure_future(fleet.lend(request(), draw))
-            await until(lambda: states)
-            await until(lambda: fleet.members[0].state is State.SUSPECT or lending.done())
-            await lending
-            assert states == [State.READY, State.READY]
+            monkeypatch.setattr(Member, "enter", noted)
+            await fleet.lend(request(), draw)
+            assert entered == [(State.SUSPECT, "500"), (State.READY, "")]
+            assert leases == [0, 2]
 
     run(test)
 
