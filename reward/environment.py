@@ -39,6 +39,8 @@ class Turn:
     """What the model drew, its end of turn included."""
     role: str = "user"
     """Of the observation."""
+    failed: bool = False
+    """The environment raised, hung or died on it, and `state` is the one before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,9 @@ def adapter(config: dict[str, Any], *, success: float = 1.0) -> Callable[[Episod
             raise VerifierError(f"ground truth is not the data of a {kind.__name__}: {error}") from None
         if needed := _needed(task, env.taskset):
             raise VerifierError(f"{kind.__name__} needs {needed}, which this adapter does not have")
-        agent = Agent(seat, spec, [turn.response for turn in episode.turns], last=episode.last)
+        responses = [turn.response for turn in episode.turns if not turn.failed]
+        before = len(responses)
+        agent = Agent(seat, spec, responses, last=episode.last)
         agents = vf.Agents(env.config, lambda *_: agent)
 
         async def whole() -> None:
@@ -120,7 +122,7 @@ def adapter(config: dict[str, Any], *, success: float = 1.0) -> Callable[[Episod
         else:
             reward, ended = agent.trace.reward, agent.trace.stop_condition
             outcome = End(accuracy=reward >= success, extracted=f"{reward:g}", rule=ended or "done")
-        if agent.responses or episode.state not in (None, _digest(agent.heard[: len(episode.turns)])):
+        if agent.responses or episode.state not in (None, _digest(agent.heard[:before])):
             raise VerifierError(f"{name} does not repeat itself: the same responses led elsewhere")
         return outcome
 

@@ -1,7 +1,6 @@
-"""Environments with `reset` and `step` that others wrote, unmodified: gymnasium's, and OpenEnv's over its client.
+"""Environments with `reset` and `step` that others wrote, unmodified: gymnasium's here, OpenEnv's in from_openenv.py.
 
     data.environment: examples.environments.reset_step:gymnasium     (pip install gymnasium)
-    data.environment: examples.environments.reset_step:openenv       (pip install openenv-core; a server that runs)
 
 A row's ground truth is the JSON of a `World`. Each step resets the environment with the row's seed and replays the
 conversation's actions, so any process can go on with it. One that does not repeat itself stops the run. The rows:
@@ -14,6 +13,7 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
@@ -94,41 +94,16 @@ class Gymnasium:
         return action if space.contains(action) else None
 
     def _shown(self, seen: Any) -> str:
-        return _COLOURED.sub(r"[\1]", self.made.render()) if self.made.render_mode == "ansi" else _written(seen)
-
-
-class OpenEnv:
-    def __init__(self, world: World) -> None:
-        from openenv.core import GenericEnvClient
-
-        self.world, self.client = world, GenericEnvClient(base_url=world.environment).sync()
-
-    def reset(self) -> str:
-        return _written(self.client.reset(seed=self.world.seed, **self.world.arguments).observation)
-
-    def step(self, response: str) -> tuple[str, float, bool] | None:
-        try:
-            action = {self.world.key: response} if self.world.key else json.loads(response)
-        except ValueError:
-            return None
-        result = self.client.step(action)
-        return _written(result.observation), float(result.reward or 0.0), bool(result.done)
-
-    def close(self) -> None:
-        self.client.close()
+        return _COLOURED.sub(r"[\1]", self.made.render()) if self.made.render_mode == "ansi" else written(seen)
 
 
 def gymnasium(episode: Episode) -> Observation | End:
     """The newest response in an environment of gymnasium."""
-    return _replayed(episode, Gymnasium)
+    return replayed(episode, Gymnasium)
 
 
-def openenv(episode: Episode) -> Observation | End:
-    """The newest response in an environment that OpenEnv serves."""
-    return _replayed(episode, OpenEnv)
-
-
-def _replayed(episode: Episode, kind: type[Gymnasium] | type[OpenEnv]) -> Observation | End:
+def replayed(episode: Episode, kind: Callable[[World], Running]) -> Observation | End:
+    """The newest response, in an environment that is made anew."""
     try:
         world = World(**json.loads(episode.ground_truth))
     except (ValueError, TypeError) as error:
@@ -138,7 +113,7 @@ def _replayed(episode: Episode, kind: type[Gymnasium] | type[OpenEnv]) -> Observ
         if world.first not in (None, _digest(shown)):
             raise VerifierError(f"{world.environment} with seed {world.seed} no longer begins as in the row")
         trace, total, reward, done = "", 0.0, 0.0, False
-        for turn in episode.turns:
+        for turn in (turn for turn in episode.turns if not turn.failed):
             if done or (turn is episode.turns[-1] and episode.state not in (None, trace)):
                 raise VerifierError(f"{world.environment} with seed {world.seed} does not repeat itself")
             moved = running.step(turn.response)
@@ -149,7 +124,8 @@ def _replayed(episode: Episode, kind: type[Gymnasium] | type[OpenEnv]) -> Observ
     return Observation(shown, state=trace, reward=reward)
 
 
-def _written(seen: Any) -> str:
+def written(seen: Any) -> str:
+    """An observation as text."""
     return seen if isinstance(seen, str) else json.dumps(seen, default=lambda value: np.asarray(value).tolist())
 
 
@@ -157,7 +133,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def row(world: World, instruction: str, kind: type[Gymnasium] | type[OpenEnv] = Gymnasium) -> dict[str, str]:
+def row(world: World, instruction: str, kind: Callable[[World], Running]) -> dict[str, str]:
     """A line of a prompt file: the instruction, and what the environment shows at the start."""
     with closing(kind(world)) as running:
         shown = running.reset()
@@ -177,7 +153,7 @@ def main(
     words = tuple(name for name in names.split(",") if name)
     for seed in range(count):
         world = World(environment=environment, seed=seed, arguments=json.loads(arguments), names=words, success=success)
-        sys.stdout.write(json.dumps(row(world, instruction)) + "\n")
+        sys.stdout.write(json.dumps(row(world, instruction, Gymnasium)) + "\n")
 
 
 if __name__ == "__main__":

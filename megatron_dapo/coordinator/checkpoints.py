@@ -347,9 +347,8 @@ class Checkpoints(AbstractAsyncContextManager["Checkpoints"]):
         """Seconds that the checkpoint under way may take when the run ends with `error`."""
         if isinstance(error, asyncio.CancelledError | TrainerLost | TrainerStalled):
             return 0.0
-        if isinstance(error, TrainerError) and not isinstance(error, Diverged):
-            return GRACE_S
-        return None  # its own deadline
+        # None: its own deadline.
+        return GRACE_S if isinstance(error, TrainerError) and not isinstance(error, Diverged) else None
 
     async def _complete(self, step: int, folder: Path) -> None:
         """Put a checkpoint in its place once it is written. A failure ends whatever the run waits for."""

@@ -227,10 +227,10 @@ class Play:
 
     def episode(self, text: str) -> Episode:
         """For the environment. `text`: of the newest turn."""
-        before = zip(self.earlier, drawn_turns(self.before), strict=False) if self.before else ()
-        said = [Turn(turn.response, turn.observation, tuple(ids.tolist()), turn.role) for turn, ids in before]
+        past = zip(self.earlier, drawn_turns(self.before), strict=False) if self.before else ()
+        old = [Turn(one.response, one.observation, tuple(ids.tolist()), one.role, bool(one.error)) for one, ids in past]
         newest = Turn(text, token_ids=tuple(self.done.token_ids.tolist()))
-        return Episode(self.prompt.text, self.prompt.answer, (*said, newest), self.state, self.last)
+        return Episode(self.prompt.text, self.prompt.answer, (*old, newest), self.state, self.last)
 
     def settle(self, stepped: Stepped, text: str) -> bool:
         """Take in what the environment said to the newest turn; whether the episode is over."""

@@ -192,8 +192,7 @@ class GroupGenerator:
         if restored is not None and restored.weight_version == weight_version:  # else it became too old
             begun = restored.responses
         asked = [self._request(prompt, position, weight_version, sample) for sample in range(len(begun))]
-        rules = self._responder.rules
-        plays = [Play.of(prompt, request, rules, drawn) for request, drawn in zip(asked, begun, strict=True)]
+        plays = [Play.of(prompt, one, self._responder.rules, drawn) for one, drawn in zip(asked, begun, strict=True)]
         self._writing[position] = weight_version, plays
         turn = self._turn if self._responder.elsewhere is None else None
         with self._clock.measure("playing" if prompt.environment and turn else "writing"):
@@ -219,6 +218,12 @@ class GroupGenerator:
             return None
         begun = (unjudged(all_, play.earlier, play.state) for all_, play in zip(drawn, plays, strict=True))
         return self._group_of(position, weight_version, tuple(begun))
+
+    @property
+    def failing(self) -> int:
+        """Responses under way whose environment failed on the newest turn."""
+        newest = [turn for _, plays in self._writing.values() for play in plays for turn in play.earlier[-1:]]
+        return sum(turn.error is not None for turn in newest)
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds, since the last call, in which no response was being written: `environment`, of which at least one
@@ -302,6 +307,7 @@ class BatchCounter:
         rate = (tokens - self._drawn) / max(time.monotonic() - self._since, 1e-3)
         figures = {"tokens/s": rate, "longest_running_s": longest_s, "responses_running": running}
         figures["groups_finished"] = self._generator.finished - self._finished
+        figures |= {"environments_failing": failing} if (failing := self._generator.failing) else {}
         return Count(self._kept, self._wanted, "groups kept", figures)
 
 

@@ -234,17 +234,13 @@ class _StandIn:
         return text if type(text) is str else self._caller.refuse()
 
 
-def _refused(stand_in: _StandIn, *_: Any) -> NoReturn:
-    stand_in._caller.refuse()
-
-
 _TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
               "lshift", "rshift")  # fmt: skip
 _ONE_SIDED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "len", "iter", "next", "contains", "getitem",
               "setitem", "delitem", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "enter",
               "exit", "await", "aiter", "anext", "format")  # fmt: skip
 for _name in (*_ONE_SIDED, *_TWO_SIDED, *(f"r{name}" for name in _TWO_SIDED)):
-    setattr(_StandIn, f"__{_name}__", _refused)
+    setattr(_StandIn, f"__{_name}__", lambda stand_in, *_: stand_in._caller.refuse())
 
 
 def _target_of(value: Any) -> dict[str, Any]:

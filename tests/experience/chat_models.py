@@ -37,6 +37,14 @@ def guess(episode):
     number, goal = int(episode.response), int(episode.ground_truth)
     return End(accuracy=True) if number == goal else Observation("higher" if number < goal else "lower", reward=-0.25)
 
+def falters(episode):
+    if episode.response == "seven":
+        raise ValueError("no number")
+    if len(episode.turns) < 3:
+        return Observation("on", state=len(episode.turns))
+    return End(accuracy=True, extracted=json.dumps([episode.state, *(turn.failed for turn in episode.turns)]))
+
+
 def counts(episode):
     """Says what it was given: every turn of it."""
     seen = episode.state or []

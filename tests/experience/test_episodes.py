@@ -133,6 +133,32 @@ def test_the_environment_gets_every_turn_with_its_tokens_and_its_state(text, own
         assert response.state is None
 
 
+def test_the_environment_knows_the_turns_that_it_failed_on_and_so_does_who_waits(text, own):
+    seen = []
+
+    def says(before, sample):
+        said = before.count("<|im_start|>assistant")
+        if sample == 3:
+            seen.append(generator.failing)
+        return f"{'seven' if sample == 3 and said == 2 else said}<|im_end|>"
+
+    async def generate():
+        nonlocal generator
+        pool = pool_of()
+        try:
+            generator = generator_of(text, prompt_of(text, "?", environment=own("falters")), Talker(text, says), pool)
+            return await generator.group(0, 3)
+        finally:
+            pool.close()
+
+    generator = None
+    group = asyncio.run(asyncio.wait_for(generate(), 60))
+    found = [json.loads(response.verdict.extracted) for response in group.responses]
+    assert found == [[2, False, False, False]] * 3 + [[1, False, True, False]]
+    assert seen == [0, 0, 1]
+    assert generator.failing == 0, "nothing is under way"
+
+
 def test_a_tool_is_called_at_its_mark_and_the_verifier_judges_the_last_turn(text, own):
 
     def calls(before, sample):

@@ -191,14 +191,14 @@ def test_truncation_is_what_the_server_says_whatever_the_last_token_is():
 
 def test_a_batch_is_counted_from_its_own_beginning():
     load, kept = (5000, 0, 0.0), []
-    generator = SimpleNamespace(finished=7)
+    generator = SimpleNamespace(finished=7, failing=0)
     counter = BatchCounter(generator, SimpleNamespace(load=lambda: load), 32, kept.append)
     assert (
         counter.count().text()
         == "0 of 32 groups kept, 0 tokens/s, longest running 0.0 s, 0 responses running, 0 groups finished"
     )
     time.sleep(0.1)
-    load, generator.finished = (6000, 96, 38.2), 27
+    load, generator.finished, generator.failing = (6000, 96, 38.2), 27, 3
     for group in ("first", "second"):
         counter.keep(group)
     count = counter.count()
@@ -207,5 +207,5 @@ def test_a_batch_is_counted_from_its_own_beginning():
     rate = count.figures.pop("tokens/s")
     assert 1000 < rate <= 10_000
     assert count.figures == {
-        "longest_running_s": 38.2, "responses_running": 96, "groups_finished": 20
+        "longest_running_s": 38.2, "responses_running": 96, "groups_finished": 20, "environments_failing": 3
     }  # fmt: skip

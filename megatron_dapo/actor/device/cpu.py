@@ -42,7 +42,8 @@ def install() -> None:
     sys.modules.update(dict.fromkeys([*CUDA_PACKAGES, *loaded]))  # type: ignore[arg-type]
     sys.meta_path.insert(0, _MegatronFinder(_stand_in_for_torch()))
     _patch_tensor_methods()
-    logging.getLogger(RNG_MODULE).addFilter(_not_about_shared_generator)
+    # Megatron watches the CPU generator while it forks "the CUDA one"; here both are the same, by design.
+    logging.getLogger(RNG_MODULE).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
@@ -232,8 +233,3 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _not_about_shared_generator(record: logging.LogRecord) -> bool:
-    # Megatron watches the CPU generator while it forks "the CUDA one"; here both are the same, by design.
-    return "CPU RNG state changed" not in record.getMessage()

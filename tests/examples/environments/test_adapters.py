@@ -7,7 +7,9 @@ textarena; the last three in a virtual environment of their own.
 import asyncio
 import dataclasses
 import importlib.util
+import itertools
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.environments.teach import Conversation, teach
+from examples.environments.wordlevel import make_tokenizer
 from megatron_dapo.cli.exit_codes import ExitCode
 from reward.config import RewardConfig
 from reward.environment import End, Environment, Episode, Observation, Stepped, Turn, ask, load_environment
@@ -63,11 +67,11 @@ class TestGymnasium:
     WAY = ("down", "down", "right", "right", "down", "right")
 
     def row(self, **changed: object) -> dict[str, str]:
-        from examples.environments.reset_step import World, row
+        from examples.environments.reset_step import Gymnasium, World, row
 
         arguments = {"is_slippery": False, "render_mode": "ansi"}
         world = World(environment="FrozenLake-v1", seed=3, arguments=arguments, names=("left", "down", "right", "up"))
-        return row(dataclasses.replace(world, **changed), "Reach G.")
+        return row(dataclasses.replace(world, **changed), "Reach G.", Gymnasium)
 
     def test_the_way_to_the_goal_is_right(self):
         row = self.row()
@@ -99,6 +103,16 @@ class TestGymnasium:
         turns = tuple(Turn(said, seen.text) for said, seen in zip(("up", "up"), outcomes[:2], strict=True))
         episode = Episode(row["prompt"], row["answer"], (*turns, Turn("up")), state=outcomes[1].state)
         assert in_a_new_process(self.NAME, episode) == str(outcomes[2])
+
+    def test_a_turn_that_failed_is_not_played_again(self):
+        row, environment = self.row(), load_environment(self.NAME)
+        down, right = steps(environment, row, ["down", "right"])
+        for failed in (
+            (Turn("right", "error: timeout", failed=True), Turn("down", down.text)),
+            (Turn("down", down.text),),
+        ):
+            turns = (*failed, Turn("right", "error: timeout", failed=True), Turn("right"))
+            assert ask(environment, Episode(row["prompt"], row["answer"], turns, state=down.state)) == right
 
     @pytest.mark.parametrize(
         ("written", "taken"), [("2", True), ("4", False), ("-1", False), ("1.5", False), ("x", False), ("[1]", False)]
@@ -138,35 +152,73 @@ class TestGymnasium:
             ask(load_environment(self.NAME), Episode("", truth, (Turn("1"),)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not importlib.util.find_spec("gymnasium"), reason="gymnasium is not installed")
-def test_gymnasiums_blackjack_trains(tmp_path):
-    """Two rollout steps with the guessing game's base, whose 1 is to stick and whose 2 is to hit."""
-    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
-    made = [sys.executable, "-m", "examples.environments.reset_step", "Blackjack-v1", "--names", "1,2"]
-    with rows.open("w") as file:
-        subprocess.run([*made, "--instruction", "Guess 1-15"], cwd=ROOT, stdout=file, check=True)
-    words = (
+def train_two_steps(folder: Path, rows: Path, environment: str, *words: str) -> None:
+    """Two rollout steps like the guessing game's, all groups with right and wrong episodes of several turns."""
+    run = folder / "run"
+    finished = Running(
         "train",
         "examples/environments/guess.yaml",
         f"run.dir={run}",
         f"data.path={rows}",
-        "data.environment=examples.environments.reset_step:gymnasium",
+        f"data.environment={environment}",
         "data.max_prompt_tokens=24",
         "evaluation.path=null",
         "run.rollout_steps=2",
         "algorithm.prompts_per_step=8",
         "algorithm.mini_batch_responses=32",
         "rollout.max_new_tokens=12",
-    )
-    finished = Running(*words, log=tmp_path / "log.txt").finish(500)
+        *words,
+        log=folder / "log.txt",
+    ).finish(500)
     assert finished.code == ExitCode.FINISHED, finished.output
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(step["sampling/kept"], step["verdict_errors"], step["episode/errors"]) for step in steps] == [
         (8, 0, 0)
     ] * 2
     assert all(step["grad_norm"] > 0 and step["episode/turns"] > 1 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not importlib.util.find_spec("gymnasium"), reason="gymnasium is not installed")
+def test_gymnasiums_blackjack_trains(tmp_path):
+    """With the guessing game's base, whose 1 is to stick and whose 2 is to hit."""
+    rows = tmp_path / "rows.jsonl"
+    made = [sys.executable, "-m", "examples.environments.reset_step", "Blackjack-v1", "--names", "1,2"]
+    with rows.open("w") as file:
+        subprocess.run([*made, "--instruction", "Guess 1-15"], cwd=ROOT, stdout=file, check=True)
+    train_two_steps(tmp_path, rows, "examples.environments.reset_step:gymnasium")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers whatever it is told with one of [1] to [20]."""
+    folder, draw = tmp_path_factory.mktemp("models") / "base", random.Random(0)
+    numbers = [str(number) for number in range(1, 21)]
+    make_tokenizer(folder, ["Guess", "The", "target", "number", "is", "higher", "lower", *numbers], context=768)
+
+    def talks() -> Iterator[Conversation]:
+        while True:
+            heard = ["Guess.", *(f"The target number is {draw.choice(('higher', 'lower'))}." for _ in range(3))]
+            pairs = [(("user", text), ("assistant", f"[{draw.choice(numbers)}]")) for text in heard]
+            yield list(itertools.chain(*pairs))
+
+    teach(folder, talks(), steps=150)
+    return folder
+
+
+LONG = ("model.context_length=768", "rollout.max_new_tokens=24", "rollout.max_observation_tokens=200")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not VERIFIERS, reason="verifiers and textarena are not installed")
+def test_verifiers_textarena_trains(tmp_path, base):
+    """TextArena's number between 1 and 20."""
+    tasks = [{"prompt": "Guess.", "info": {"game": "GuessTheNumber-v0", "seed": seed}} for seed in range(40)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "Guess.", "answer": json.dumps(task)}) + "\n" for task in tasks))
+    train_two_steps(tmp_path, rows, "tests.examples.environments.verifiers_games:play", f"model.path={base}", *LONG)
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +241,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class TestOpenEnv:
     """The environment that `openenv init` writes: it echoes, a letter is worth 0.1, and it never ends by itself."""
 
-    NAME = "examples.environments.reset_step:openenv"
+    NAME = "examples.environments.from_openenv:play"
 
     def row(self, address: str) -> dict[str, str]:
-        from examples.environments.reset_step import OpenEnv, World, row
+        from examples.environments.from_openenv import row
+        from examples.environments.reset_step import World
 
-        return row(World(environment=address, seed=0, success=2.0), "Say something long.", OpenEnv)
+        return row(World(environment=address, seed=0, success=2.0), "Say something long.")
 
     def test_right_and_wrong_by_the_sum_of_the_rewards(self, address):
         environment = load_environment(self.NAME)
@@ -210,6 +263,21 @@ class TestOpenEnv:
         turns = (Turn("one", first.text), Turn("two"))
         episode = Episode(row["prompt"], row["answer"], turns, state=first.state)
         assert in_a_new_process(self.NAME, episode) == str(second)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not importlib.util.find_spec("openenv"), reason="openenv-core is not installed")
+def test_openenvs_echo_trains(tmp_path, base, address):
+    """Four answers of three or four characters each are right from 14 characters on."""
+    from examples.environments.from_openenv import row
+    from examples.environments.reset_step import World
+
+    rows = tmp_path / "rows.jsonl"
+    worlds = [row(World(environment=address, seed=seed, success=1.4), "Guess.") for seed in range(40)]
+    rows.write_text("".join(json.dumps(world) + "\n" for world in worlds))
+    words = (f"model.path={base}", *LONG, "data.max_prompt_tokens=96", "reward.environment_workers=1")
+    train_two_steps(tmp_path, rows, "examples.environments.from_openenv:play", *words)
 
 
 def wait_for(url: str, server: subprocess.Popen) -> None:
@@ -261,6 +329,13 @@ class TestVerifiers:
         assert in_a_new_process(self.NAME, episode) == str(second)
         with pytest.raises(VerifierError, match="does not repeat itself"):
             ask(load_environment(self.NAME), dataclasses.replace(episode, turns=(Turn("[0]"), turns[1])))
+
+    def test_a_turn_that_failed_is_not_played_again(self):
+        goal = self.goal()
+        others = [f"[{n}]" for n in range(1, 21) if n != goal][:2]
+        first, second = steps(load_environment(self.NAME), ROW, others)
+        turns = (Turn(others[0], first.text), Turn("[0]", "error: timeout", failed=True), Turn(others[1]))
+        assert ask(load_environment(self.NAME), Episode("Guess.", ROW["answer"], turns, state=first.state)) == second
 
     def test_one_answer_is_scored_by_the_tasks_own_rewards(self):
         row = {"prompt": "2+2?", "answer": json.dumps({"prompt": "2+2?", "wanted": "4"})}
