@@ -5,10 +5,13 @@ A verifier or an environment is tried in a process of its own, which is this pro
 import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +102,28 @@ def _why_not(name: str, config: RewardConfig, truths: Sequence[Truth], kind: str
     """Why a verifier or an environment cannot be run here, or takes longer for one answer than it may; empty if it
     can."""
     limit_s = config.timeout_s if kind == "verifier" else START_LIMIT_S
-    try:
-        tried = subprocess.run(
-            [sys.executable, "-m", __name__, name, kind, str(limit_s)],
-            input=json.dumps(truths).encode(), capture_output=True, timeout=START_LIMIT_S,
-            env=worker_environment(config),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        if DONE in (error.stdout or b""):  # its threads may not let it end
-            return ""
-        return f"its import has not ended after {START_LIMIT_S:g} s"
-    if tried.returncode == 0 and DONE in tried.stdout:
+    command = [sys.executable, "-m", __name__, name, kind, str(limit_s)]
+    environment, pipe = worker_environment(config), subprocess.PIPE
+    with tempfile.TemporaryFile() as said:  # no pipe, which its children would keep open
+        tried = subprocess.Popen(command, stdin=pipe, stdout=said, stderr=said, env=environment, start_new_session=True)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                tried.communicate(json.dumps(truths).encode(), START_LIMIT_S)
+        finally:
+            code = tried.poll()
+            with suppress(ProcessLookupError):
+                os.killpg(tried.pid, signal.SIGKILL)
+            tried.wait()
+        said.seek(0)
+        _, can, rest = said.read().rpartition(DONE)
+    if code is None:  # the threads of one that can be run may not let it end
+        return "" if can else f"its import has not ended after {START_LIMIT_S:g} s"
+    if code == 0 and can:
         return ""
-    log = tried.stderr.decode("utf-8", "replace").strip()
+    log = rest.decode("utf-8", "replace").strip()
     if "Timeout (" in log:  # as faulthandler begins when it ends a process
         return f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{log[log.rfind('Timeout (') :][:500]}"
-    return f"a trial ended with exit code {tried.returncode}: {log[-500:] or '(nothing)'}"
+    return f"a trial ended with exit code {code}: {log[-500:] or '(nothing)'}"
 
 
 def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
@@ -122,6 +131,8 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
     own: Any = load(name) if kind == "verifier" else load_environment(name)
     end = time.monotonic() + TRY_S
     for place, prompt, truth in truths:
+        if time.monotonic() > end:
+            break
         request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
         # Its thread needs no lock of Python's, which a regular expression without end keeps.
         faulthandler.dump_traceback_later(float(sys.argv[-1]), exit=True)
@@ -131,13 +142,11 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
             raise VerifierError(f"{place}: {error}") from None
         except (NameError, ImportError) as error:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
-        except Exception:
+        except (Exception, SystemExit):
             continue
         right = judged.accuracy if isinstance(judged, Judgement) else judged
         if kind == "verifier" and not isinstance(right, Deferred | bool):
             raise VerifierError(f"it returned {judged!r:.80}, not a Judgement of True or False, nor a bool")
-        if time.monotonic() > end:
-            break
 
 
 def main() -> None:

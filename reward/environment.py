@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from reward.registry import check_name, load_named
@@ -150,11 +151,15 @@ def load_environment(name: str) -> Environment:
 def ask(environment: Environment, episode: Episode) -> Outcome:
     """One step, an `async def` run to its end. Raises what the environment raises, and as `checked`."""
     outcome = environment(episode)
-    if inspect.iscoroutine(outcome):
-        import asyncio  # a tenth of a second, which few environments need
+    return checked(_runner().run(outcome) if inspect.iscoroutine(outcome) else outcome)
 
-        outcome = asyncio.run(outcome)
-    return checked(outcome)
+
+@cache
+def _runner() -> Any:
+    """Of all steps of this process: a client or a lock that an environment keeps belongs to one event loop."""
+    import asyncio  # a tenth of a second, which few environments need
+
+    return asyncio.Runner()
 
 
 def checked(outcome: object) -> Outcome:
@@ -171,12 +176,12 @@ def checked(outcome: object) -> Outcome:
                 return replace(outcome, extracted=text, rule=sendable(rule[:EXTRACTED_LIMIT]))
             case Observation(text=str(text), state=state, role="user" | "tool") if reward is not None:
                 try:
-                    length = len(json.dumps(state, allow_nan=False))
+                    held = json.dumps(state, allow_nan=False)
                 except (TypeError, ValueError, RecursionError) as error:
                     raise VerifierError(f"JSON cannot hold the state: {error}") from None
-                if length > STATE_LIMIT:
-                    raise ValueError(f"the state has {length} characters of JSON, more than {STATE_LIMIT}")
-                return replace(outcome, text=sendable(shortened(text, TEXT_LIMIT)))
+                if len(held) > STATE_LIMIT:
+                    raise ValueError(f"the state has {len(held)} characters of JSON, more than {STATE_LIMIT}")
+                return replace(outcome, text=sendable(shortened(text, TEXT_LIMIT)), state=json.loads(held))
     forms = "no Observation with text and role user or tool, no End with accuracy True or False, not None"
     raise VerifierError(f"it returned {str(outcome)[:80]!r}, which is {forms}; or its reward is beyond a million")
 

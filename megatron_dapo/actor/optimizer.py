@@ -283,8 +283,7 @@ def _name_non_finite(chunks: Sequence[DistributedDataParallel], limit: int = 5) 
         if hasattr(parameter, "main_grad") and not torch.isfinite(parameter.main_grad).all()
     ]
     names = [name for rank in gather_objects(here) for name in rank]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

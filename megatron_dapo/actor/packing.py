@@ -216,8 +216,7 @@ def _fill(lengths: np.ndarray, costs: np.ndarray, budget: int, bins: int, *, bal
     Costly ones first, each to the bin of least cost that has room (`balance`), or to the fullest that has room, which
     fits more.
     """
-    room = np.full(bins, budget, dtype=np.int64)
-    load = np.zeros(bins)
+    room, load = np.full(bins, budget, dtype=np.int64), np.zeros(bins)
     assignment = np.empty(len(lengths), dtype=np.int64)
     for i in np.argsort(-costs, kind="stable"):
         free = room >= min(int(lengths[i]), budget)

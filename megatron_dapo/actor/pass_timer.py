@@ -66,8 +66,7 @@ class PassClock:
         return event
 
     def _epoch_of(self, mark: Any) -> float:
-        since = self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero
-        return self._epoch + float(since)
+        return self._epoch + float(self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero)
 
 
 def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:

@@ -55,8 +55,7 @@ def sequence_kl_estimate(
     """
     difference = log_probs - reference
     totals = difference.new_zeros(sequence_lengths.shape[0]).index_add(0, sequence_index, difference)
-    per_token = _value(totals, estimator) / sequence_lengths.clamp(min=1)
-    return per_token[sequence_index]
+    return (_value(totals, estimator) / sequence_lengths.clamp(min=1))[sequence_index]
 
 
 def _value(difference: Tensor, estimator: Estimator) -> Tensor:

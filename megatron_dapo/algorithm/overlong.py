@@ -63,6 +63,4 @@ def shaped_rewards(
     as `soft` does."""
     if shape == "soft":
         return reward + soft_overlong_penalty(lengths, max_length=max_length, buffer=buffer, factor=factor)
-    if shape == "linear":
-        return reward + linear_penalty(lengths, start=max_length - buffer, factor=factor)
-    return reward
+    return reward + linear_penalty(lengths, start=max_length - buffer, factor=factor) if shape == "linear" else reward

@@ -36,7 +36,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     raise typer.Exit(code)
 
 
-def preview(config: ConfigFile, overrides: Overrides = None, count: int = 1) -> None:
+def preview(config: ConfigFile, overrides: Overrides = None, count: Annotated[int, typer.Option(min=1)] = 1) -> None:
     """Print prompts exactly as the server gets them: text, token ids, ground truth."""
     from megatron_dapo.coordinator.inputs import read_problems, remarks
     from megatron_dapo.data.tokenizer import load_text_tools
@@ -60,8 +60,9 @@ def report(
     from megatron_dapo.report.source import Run
 
     file = out or runs[0] / "report.html"
-    file.write_text(report_page([Run(folder) for folder in runs], smooth), encoding="utf-8")
-    print(file)
+    page = report_page([Run(folder) for folder in runs], smooth)
+    file.write_text(page, encoding="utf-8", errors="backslashreplace")  # a path may have any bytes
+    print(str(file).encode(errors="backslashreplace").decode())
 
 
 def check(config: ConfigFile, overrides: Overrides = None) -> None:

@@ -1,6 +1,7 @@
 """`megatron-dapo slurm`: the batch script of a run."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,5 +53,5 @@ def slurm(
             out.write_text(text)
         except OSError as error:
             raise ConfigError(f"--out {out}: {error.strerror}; name another place") from None
-        text = f"sbatch {out}\n"
+        text = f"sbatch {shlex.quote(str(out))}\n"
     print(text, end="")

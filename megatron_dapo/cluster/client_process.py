@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -91,6 +92,8 @@ class ClientProcess:
     ) -> None:
         """`folder`: the coordinator's working directory, for the user's environments."""
         os.chdir(folder)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection for each running response
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._decoder, self._rules, self._thinking = decoder, rules, thinking
         self._pool = RewardPool(reward)
         deadline_s, control_s = rollout.request_deadline_s, timing.control_deadline_s

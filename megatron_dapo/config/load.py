@@ -174,18 +174,22 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     path = tuple(part.strip() for part in name.split("."))
     try:
         value = yaml.load(text, Loader=_Loader)
+        leaves = flatten(value) if isinstance(value, dict) else {}
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
     at = tree
-    for part in path[:-1]:
+    for depth, part in enumerate(path[:-1], 1):
+        lines.setdefault(path[:depth], f"override {override!r}")
         if at.get(part) is None:  # also a section of the file whose keys are all commented out
             at[part] = {}
         at = at[part]
         if not isinstance(at, dict):
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    at[path[-1]] = value
-    for leaf in [(), *(tuple(key.split(".")) for key in flatten(value))] if isinstance(value, dict) else [()]:
+    for leaf in [(), *(tuple(key.split(".")) for key in leaves)]:
         lines[(*path, *leaf)] = f"override {override!r}"
+    if isinstance(value, dict) and isinstance(below := at.get(path[-1]), dict):
+        _fill(value, below)
+    at[path[-1]] = value
 
 
 def _fault(fault: Any, lines: Lines) -> str:
@@ -254,6 +258,4 @@ def shown(value: Any) -> str:
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
-    return str(value)
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -251,8 +251,6 @@ def render(raw: str | Chat, template: str, tokenizer: Any) -> tuple[str, np.ndar
     if template == "chat" or isinstance(raw, list):
         messages = raw if isinstance(raw, list) else [{"role": "user", "content": raw}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    elif template == "plain":
-        text = raw
     else:
-        text = template.replace("{prompt}", raw)
+        text = raw if template == "plain" else template.replace("{prompt}", raw)
     return text, np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

@@ -126,8 +126,7 @@ KEPT = Path(EVALUATIONS) / ".kept"
 
 def versions(folder: Path) -> list[int]:
     """N of each vN in a folder of weights, oldest first."""
-    names = [each.name for each in folder.glob("v*")]
-    return sorted(int(name[1:]) for name in names if name[1:].isdigit())
+    return sorted(int(each.name[1:]) for each in folder.glob("v*") if each.name[1:].isdigit())
 
 
 def newest_weights(run: Path) -> tuple[Path, int | None]:

@@ -252,8 +252,8 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     """Bytes of host memory by what holds them; `mean_tokens`: prompt and response of a trained response."""
     config, size = case.config, case.dtype_bytes
     state = rank_state(case.hf, config.actor, config.model.dtype, stage=0)
-    # The reference's weights, and the rank's own while the reference is swapped in.
-    reference = 2 * state.parameters if config.algorithm.kl.coefficient > 0 else 0
+    # The reference's weights, and the rank's own while the reference is swapped in; pinned, each in a power of two.
+    reference = 4 * state.parameters if config.algorithm.kl.coefficient > 0 else 0
     reference += base_bytes(case.hf, config.actor, config.model.dtype)
     offload, on_cpu, offloaded = config.actor.offload, config.actor.optimizer.on_cpu, 0
     kept = STATE_BYTES[config.actor.optimizer.compact]
@@ -271,8 +271,9 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     written = state.moments / kept[1] if config.actor.optimizer.distributed else parameters
     copied = config.run.checkpoint_in_background
     responses, row = batch_responses(config), routing_bytes(config, case.hf)
-    # A server pins 4 bytes for each expert of each token in its KV cache.
-    pinned = server_memory(case).kv_tokens * row * 4 if row else 0
+    # A server pins 4 bytes for each expert of each token in its KV cache, and the weights that it takes off the GPU.
+    pinned = server_memory(case).kv_tokens * row * 4.0 if row else 0.0
+    pinned += case.served_bytes / config.rollout.tensor_parallel if config.run.mode == "colocated" else 0
     routing = {"coordinator: routing of a batch": responses * mean_tokens * row * ROUTING_COPIES} if row else {}
     return {
         TRAINER: case.constants.process_memory + reference + offloaded,
@@ -294,7 +295,8 @@ def node_memory(case: Scenario, processes: int) -> float:
     # The first data-parallel ranks write what all hold, the first that hold an expert its weights.
     first = min(processes, max(layout.tensor, layout.expert * layout.expert_tensor) * layout.pipeline)
     writing = min(processes, layout.world_size) if case.config.actor.optimizer.distributed else first
-    needed += processes * max(parts[TRAINER], parts[SERVER])
+    both = parts[TRAINER] + parts[SERVER]
+    needed += processes * (both if case.config.run.mode == "colocated" else max(parts[TRAINER], parts[SERVER]))
     return needed + writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]
 
 

@@ -16,6 +16,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import Fraction
+from megatron_dapo.config.load import read_yaml
 from megatron_dapo.plan.rank_state import DTYPE_BYTES, STATE_BYTES, model_parameters, trained_parameters
 from megatron_dapo.plan.rollout import Workload
 
@@ -124,13 +125,12 @@ def load_calibration(file: Path | None = None) -> Calibration:
     """
     own, shown = Path(__file__).with_name("calibration.yaml"), file or "calibration.yaml of the package"
     try:
-        entries = TypeAdapter(dict[str, _Entry]).validate_python(yaml.safe_load((file or own).read_text()))
+        entries = TypeAdapter(dict[str, _Entry]).validate_python(read_yaml(file or own)[0])
         return Calibration(**{name: entry.value for name, entry in entries.items()})
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))} = {one['input']!r}: {one['msg']}" for one in error.errors()]
+        told = [(one, "" if "missing" in one["type"] else f" = {one['input']!r}") for one in error.errors()]
+        wrong = [f"{'.'.join(map(str, one['loc']))}{value}: {one['msg']}" for one, value in told]
         raise ConfigError("\n".join(f"{shown}: {line}" for line in wrong)) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{shown}: {error}; give a YAML file as megatron_dapo/plan/calibration.yaml") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,12 +117,13 @@ def plan_step(
     left = [max(parts[-1].seconds, total - one.seconds) for one, total, (parts, _) in each]
     updates = [update for _, own in passes for update in own]
     update_s = sum(update.seconds for update in updates)
+    reference_s = fmean(whole) if config.algorithm.kl.coefficient > 0 else 0.0  # of the whole batch, once it is full
     flops = sum(one.flops for parts, own in passes for one in (*parts, *own))
     lengths = np.concatenate([one.lengths for one in filled])
     return StepPlan(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
-        log_prob_s=fmean(whole if share_gpus(config) or config.run.mode == "async" else left),
+        log_prob_s=fmean(whole if share_gpus(config) or config.run.mode == "async" else left) + reference_s,
         log_prob_total_s=fmean(whole),
         update_s=update_s / steps,
         update=PassTime(**{one.name: fmean(getattr(each, one.name) for each in updates) for one in fields(PassTime)}),

@@ -44,7 +44,7 @@ class Job:
     rank: int
     nodes: int
     folder: Path
-    """Where the nodes of this attempt meet: address, token, end, Ray's output."""
+    """Where the nodes of this attempt meet: address, token, the run's exit code, end, Ray's output."""
     deadline_s: float
 
     @classmethod
@@ -102,7 +102,10 @@ def lead(job: Job, arguments: list[str]) -> int:
         replace_file(job.folder / "address", address, private=True)
         _until(job, f"{job.nodes} nodes to join", lambda: _all_joined(job, address), ray)
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
-        return _run(job, arguments, RAY_ADDRESS=address)
+        code = _run(job, arguments, RAY_ADDRESS=address)
+        # srun ends the others at once where this one's code is not 0, and then tells their signal instead of it.
+        (job.folder / "code").write_text(str(code % 256))
+        return code
     finally:
         (job.folder / "done").touch()
         _end(ray)

@@ -111,8 +111,7 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     given, asked = _by_name(answer.items), _by_name(truth.items)
     names = {item.name for item in (*given, *asked)}
     unordered = truth.brackets in ("", "{}") and answer.brackets in ("", "{}") and len(names - {""}) <= 1
-    undecided = False
-    remaining = list(given)
+    undecided, remaining = False, list(given)
     for wanted in asked:
         candidates = remaining if unordered else remaining[:1]
         verdicts = [compare(item, wanted) for item in candidates]

@@ -264,9 +264,8 @@ def _copied(response: str, at: int, prompt: str) -> bool:
 
 def code_blocks(text: str) -> list[tuple[int, int]]:
     """Beginning and end of each block between fences, in order; one that is never closed goes on to the end."""
-    if "`" not in text and "~" not in text:  # single characters are found ten times faster than fences
-        return []
-    return [block.span() for block in _AROUND["block"].finditer(text)]
+    # Single characters are found ten times faster than fences.
+    return [block.span() for block in _AROUND["block"].finditer(text)] if "`" in text or "~" in text else []
 
 
 def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:

@@ -72,9 +72,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     items = _split(inner)
     if len(items) > 1:
         return _read_list(text, items, brackets)
-    if text.count("\\pm") == 1 and not equation.name:
-        return _read_plus_minus(text, inner)
-    return equation
+    return _read_plus_minus(text, inner) if text.count("\\pm") == 1 and not equation.name else equation
 
 
 def _read_approximation(exact: Answer, rounded: Answer) -> Answer:

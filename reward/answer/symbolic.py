@@ -131,8 +131,7 @@ def _decimal_places(text: str) -> int:
     """Decimal places that show apart two different numbers written with so many digits and such exponents."""
     if "\\exp" in text or any("e" in _PATTERNS["letters"].findall(exponent) for exponent in _exponents(text)):
         return _DIGITS_LIMIT + 1
-    digits = sum(character.isdigit() for character in text)
-    return 100 + 2 * digits * _largest_power(text, _exponents(text))
+    return 100 + 2 * sum(character.isdigit() for character in text) * _largest_power(text, _exponents(text))
 
 
 @cache

@@ -124,7 +124,10 @@ def clean(text: str) -> str:
 def strip_edges(text: str) -> str:
     """Without quotes, markdown, trailing punctuation, line breaks written as `\\\\`, and braces around the whole."""
     for _ in range(6):
-        text = text.lstrip(_EDGES_LEFT).rstrip(_EDGES_RIGHT)
+        bare = text.lstrip(_EDGES_LEFT)
+        # A derivative, as in `f'`, if no quotation was opened.
+        primed = None if "'" in text.removesuffix(bare) else _PATTERNS["primed"].search(bare)
+        text = bare.rstrip(_EDGES_RIGHT) + (primed[1] if primed else "")
         while text.endswith(("\\", "\\n")):
             text = text.removesuffix("n")[:-1].rstrip(_EDGES_RIGHT)
         if text.endswith("}") and text.count("}") > text.count("{"):

@@ -50,9 +50,7 @@ def decode_reply(content: bytes) -> Reply:
     """The reply that `encode_reply` wrote. Raises ValueError for anything else."""
     try:
         results = json.loads(content)
-        if results is None:
-            return READY
-        return [_result(each) for each in results]
+        return READY if results is None else [_result(each) for each in results]
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a reply that is no result: {error}") from None
 

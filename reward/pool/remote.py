@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reward.config import RemoteConfig, ServiceConfig
-from reward.environment import Episode, Outcome, Stepped, outcome_of
+from reward.environment import Episode, Outcome, Stepped, outcome_of, sendable
 from reward.verdict import EXTRACTED_LIMIT, Rule, Verdict, VerificationRequest
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def open_session() -> "aiohttp.ClientSession":
     """For requests to a service."""
     import aiohttp  # only services need it
 
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), headers={"Content-Type": "application/json"})
+    connector = aiohttp.TCPConnector(limit=0)  # `connections` is the limit
+    headers = {"Content-Type": "application/json"}
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=headers)
 
 
 async def _judge(
@@ -183,4 +185,4 @@ def _verdict(verdict: Any) -> tuple[bool, str | None, str]:
     extracted, rule = verdict.get("extracted"), verdict.get("rule")
     if not (extracted is None or isinstance(extracted, str)) or not (rule is None or isinstance(rule, str)):
         raise _Refused(f'a verdict whose "extracted" or "rule" is no text: {str(verdict)[:100]}')
-    return bool(verdict["accuracy"]), None if extracted is None else extracted[:EXTRACTED_LIMIT], rule or RULE
+    return bool(verdict["accuracy"]), extracted and sendable(extracted[:EXTRACTED_LIMIT]), rule or RULE

@@ -16,7 +16,7 @@ from reward.code.seccomp import die_with_parent
 from reward.environment import Step, Stepped, ask, load_environment, sendable
 from reward.pool.messages import HEADER, READY, Job, Reply, Result, encode_reply, needed
 from reward.registry import VERIFIERS, load
-from reward.verdict import Deferred, Judgement, Rule, Verdict, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, Verdict, VerifierError
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
@@ -91,12 +91,13 @@ def judge(job: Job) -> Result:
         return _failure(job, "memory", start)
     except VerifierError as error:
         return _failure(job, str(error), start, Rule.UNJUDGED)
-    except Exception as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
+    except BaseException as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
         return _failure(job, f"{type(error).__name__}: {error}", start)
     seconds = time.perf_counter() - start
     match judged:
         case Judgement(accuracy=bool() as right, extracted=None | str() as text, rule=str() as rule):
-            return Verdict(accuracy=right, extracted=text, rule=rule, seconds=seconds)
+            text = text and sendable(text[:EXTRACTED_LIMIT])
+            return Verdict(accuracy=right, extracted=text, rule=sendable(rule[:EXTRACTED_LIMIT]), seconds=seconds)
         case Deferred():
             return replace(judged, seconds=seconds)
         case bool():

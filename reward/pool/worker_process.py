@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -37,7 +38,7 @@ def worker_environment(config: RewardConfig) -> dict[str, str]:
     computes in one thread."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), READS: os.pathsep.join(config.code_reads)}
-    return os.environ | dict.fromkeys(_THREADS, "1") | own
+    return os.environ | dict.fromkeys(_THREADS, "1") | own | {"PYTHONSAFEPATH": "1"}
 
 
 class WorkerLost(Exception):
@@ -159,7 +160,7 @@ class WorkerProcess:
 
     async def end(self) -> None:
         """Kills the process, whatever it is doing, with all that it started, and waits up to 10 s for it to be gone."""
-        if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)  # it leads a session of its own
+        with suppress(ProcessLookupError):  # it leads a session of its own, in which its children may outlive it
+            os.killpg(self.pid, signal.SIGKILL)
         self._socket.close()
         await asyncio.to_thread(self._process.wait, 10.0)

@@ -40,7 +40,7 @@ WALL_FACTOR = 2
 """Wall-clock seconds for each second of CPU, for all tests or cases together."""
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_LANGUAGES = frozenset({"", "py", "python", "python3"})
+_LANGUAGES = frozenset({"py", "python", "python3"})
 _SLACK_BYTES = 1 << 16
 
 
@@ -71,9 +71,10 @@ def check_system() -> None:
 
 
 def last_program(response: str) -> str | None:
-    """The last closed block of the response that is marked as Python or not marked at all."""
-    programs = [found[2] for found in _BLOCK.finditer(response) if found[1].lower() in _LANGUAGES]
-    return programs[-1] if programs else None
+    """The last closed block of the response that is marked as Python; where none is, the last one without a mark."""
+    blocks = [(found[1].lower(), found[2]) for found in _BLOCK.finditer(response)]
+    marked = [program for language, program in blocks if language in _LANGUAGES]
+    return (marked or [program for language, program in blocks if not language] or [None])[-1]
 
 
 def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:

@@ -106,8 +106,7 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
     bare = compact(text).lower()
     if bare not in _PLACEHOLDERS or bare != compact(truth.text).lower():
         return not bare or bare in _PLACEHOLDERS
-    shown = [clean(shown.group(1)) for shown in _PATTERNS["shown"].finditer(prompt)]
-    return text in shown
+    return text in [clean(shown.group(1)) for shown in _PATTERNS["shown"].finditer(prompt)]
 
 
 def _is_unsolved(answer: Answer, prompt: str) -> bool:

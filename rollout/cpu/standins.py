@@ -57,9 +57,7 @@ def _empty_class(name: str, module: str) -> type:
 
 def _decorator(*args: Any, **options: Any) -> Any:
     """`@jit` and `@jit(...)`: leaves the function as it is. Launching one, `kernel[grid](...)`, is a TypeError."""
-    if len(args) == 1 and callable(args[0]) and not options:
-        return args[0]
-    return lambda function: function
+    return args[0] if len(args) == 1 and callable(args[0]) and not options else lambda function: function
 
 
 _InterpolationMode = enum.Enum("_InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS")
@@ -90,9 +88,8 @@ class _Finder:
         self.packages = packages
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if name.split(".")[0] not in self.packages:
-            return None
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        ours = name.split(".")[0] in self.packages
+        return ModuleSpec(name, self, is_package=True) if ours else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> StandIn:
         return StandIn(spec.name)

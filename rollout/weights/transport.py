@@ -198,8 +198,7 @@ def _payload(handle: Handle, bucket: Any) -> str:
         start, end = end, end + shape.numel() * dtype.itemsize
         place = {"start_idx": start, "end_idx": end, "numel": end - start}
         metadata.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
-    content = {"flattened_tensor": _Mapped(handle), "metadata": metadata}
-    return base64.b64encode(pickle.dumps(content)).decode()
+    return base64.b64encode(pickle.dumps({"flattened_tensor": _Mapped(handle), "metadata": metadata})).decode()
 
 
 def own_address_for(targets: Sequence[Target]) -> str:

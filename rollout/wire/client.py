@@ -141,8 +141,7 @@ class SglangClient:
         }
         if routed_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
-        received = [] if segments is None else segments
-        complete = False
+        received, complete = [] if segments is None else segments, False
         deadline_s = self.request_deadline_s + self.control_deadline_s
         async with self._answer("/generate", body, deadline_s, _FRAMES) as response:
             try:

@@ -34,7 +34,7 @@ def test_another_file_takes_its_place(entries, tmp_path):
         (lambda entries: entries.update(disk_raed=entries["disk_read"]), "disk_raed"),
         (lambda entries: entries["train_efficiency"].update(value=1.5), "train_efficiency = 1.5"),
         (lambda entries: entries["peak_flops"].update(value=0), "peak_flops = 0.0: Input should be greater than 0"),
-        (lambda entries: entries["peak_flops"].update(value="1e12"), "peak_flops.value = '1e12'"),
+        (lambda entries: entries["peak_flops"].update(value="much"), "peak_flops.value = 'much'"),
         (lambda entries: entries["peak_flops"].pop("source"), "peak_flops.source"),
     ],
 )

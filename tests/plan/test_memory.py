@@ -252,6 +252,14 @@ def test_a_checkpoint_takes_host_memory_of_the_ranks_that_write_it(constants):
     assert copied({"run.checkpoint_in_background": False}) == [0, 0]
 
 
+def test_a_colocated_node_holds_both_processes_and_the_servers_weights_on_the_host(constants):
+    config = load_config(RECIPES / "h100_128_colocated.yaml")
+    parts = host_memory(Scenario(config, HF, constants), 5000.0)
+    weights = parts[SERVER] - constants.process_memory
+    assert weights * config.rollout.tensor_parallel == pytest.approx(2 * 32.76e9, rel=0.01)
+    assert node_memory(Scenario(config, HF, constants), 8) > 8 * (parts[TRAINER] + parts[SERVER])
+
+
 def test_routed_tokens_and_their_rows_take_memory_where_experts_are(constants):
     """By hand, EP 8 of one node: a layer's own activations, the busiest rank's; rows of one micro-batch, not of all."""
     hf = BUILT_IN["Qwen3-30B-A3B"]

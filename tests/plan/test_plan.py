@@ -188,6 +188,12 @@ def test_the_modes_differ_in_what_runs_at_the_same_time(constants):
     assert plan.step.seconds == pytest.approx(total + plan.step.handover_s)
 
 
+def test_the_reference_of_the_kl_term_goes_over_the_batch_once_more(constants):
+    without = planned(constants, "qwen2.5_7b_8gpu").step
+    with_it = planned(constants, "qwen2.5_7b_8gpu", {"algorithm.kl.coefficient": 0.001}).step
+    assert with_it.seconds - without.seconds == pytest.approx(without.log_prob_total_s, rel=1e-6)
+
+
 def test_a_colocated_trainer_may_fill_the_gpu_when_the_servers_have_left(constants):
     """Beside the server only what the trainer keeps between its phases must fit."""
     changes = {"run.mode": "colocated", "rollout.memory_fraction": 0.8}

@@ -66,6 +66,11 @@ def fail(request: VerificationRequest) -> bool:
     raise KeyError(request.response)
 
 
+def halves(request: VerificationRequest) -> Judgement:
+    """Says what cannot be sent as UTF-8, and too much of it."""
+    return Judgement(accuracy=True, extracted="\ud83d" + "x" * 1_000_000, rule="\ud83d")
+
+
 def babble(request: VerificationRequest) -> bool:
     """Writes to whatever it can reach."""
     for stream in (1, 2):

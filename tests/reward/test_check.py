@@ -1,5 +1,9 @@
 """What is refused before the first response is written."""
 
+import time
+from contextlib import suppress
+
+import psutil
 import pytest
 
 from reward import check
@@ -50,6 +54,35 @@ def test_a_module_that_ends_its_process_is_a_reason(tmp_path, monkeypatch):
     with pytest.raises(VerifierError, match=r"(?s)reward\.verifier = leaves_at_once:f: .*exit code 1: .*bye"):
         check_verifiers({"leaves_at_once:f": "reward.verifier"}, RewardConfig())
     check_verifiers({"talks:judge": "reward.verifier"}, RewardConfig())
+
+
+def test_what_an_import_starts_neither_delays_the_trial_nor_outlives_it(tmp_path, monkeypatch):
+    (tmp_path / "with_a_server.py").write_text(
+        "import subprocess\nfrom pathlib import Path\n"
+        f"Path({str(tmp_path / 'pid')!r}).write_text(str(subprocess.Popen(['sleep', '300']).pid))\n"
+        "def judge(request): return True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    began = time.monotonic()
+    check_verifiers({"with_a_server:judge": "reward.verifier"}, RewardConfig())
+    assert time.monotonic() - began < 60
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        while child.status() != "zombie":
+            assert time.monotonic() - began < 60, "it is still there"
+            time.sleep(0.05)
+
+
+def test_one_that_raises_is_tried_for_as_long_as_any_other_and_may_end_its_process(tmp_path, monkeypatch):
+    (tmp_path / "raises_slowly.py").write_text(
+        "import sys, time\ndef judge(request):\n    time.sleep(0.2)\n    sys.exit('usage')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(check, "START_LIMIT_S", 30.0)
+    truths = [(f"a:{line}", "?", "7") for line in range(1000)]
+    began = time.monotonic()
+    check_verifiers({"raises_slowly:judge": "reward.verifier"}, RewardConfig(), {"raises_slowly:judge": truths})
+    assert time.monotonic() - began < 25
 
 
 TRIED = {

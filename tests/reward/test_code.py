@@ -321,6 +321,8 @@ def test_the_pool_runs_it_beside_others(make_pool):
         ("```python\na\n```\nor\n```py\nb\n```", "b\n"),
         ("```python\na\n```\n```json\n{}\n```", "a\n"),
         ("```\na\n```", "a\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```python\na\n```\nprints\n```\n4\n```", "a\n"),
         ("  ```Python3 title=x\n  a\n  ```", "  a\n"),
         ("```python\na", None),
         ("a = 1", None),

@@ -3,7 +3,9 @@
 import asyncio
 import math
 import os
+import time
 
+import psutil
 import pytest
 
 from reward.check import check_environments
@@ -15,7 +17,7 @@ from reward.verdict import PoolError, VerificationRequest, VerifierError
 from tests.docs.documents import ROOT, blocks
 
 ENVIRONMENTS = """
-import asyncio, os, time
+import asyncio, collections, os, subprocess, time
 from reward.environment import End, Observation
 from reward.verdict import VerifierError
 
@@ -54,6 +56,19 @@ def waits(episode):
         file.write(str(os.getpid()))
     os.rename(path + ".tmp", path)
     time.sleep(15)
+LOCK = asyncio.Semaphore()
+async def locks(episode):
+    first = asyncio.create_task(LOCK.acquire())
+    await LOCK.acquire() if LOCK.locked() else await first
+    asyncio.get_running_loop().call_later(0.01, LOCK.release)
+    await LOCK.acquire()
+    LOCK.release()
+    return Observation("locked")
+def dictionary(episode): return Observation("a", state=collections.defaultdict(int, {1: 2}))
+def orphans(episode):
+    with open(episode.ground_truth, "a") as file:
+        file.write(f"{subprocess.Popen(['sleep', '300']).pid}\\n")
+    os._exit(3)
 def prints(episode):
     print("x" * 1_000_000); os.write(2, b"y" * 1_000_000); return Observation("said")
 """
@@ -108,10 +123,27 @@ def test_one_that_hangs_dies_or_takes_all_memory_costs_its_own_episode_a_message
     *found, last = stepped(*[(own(name), episode("7")) for name in names])
     assert [each.error for each in found] == [
         *("timeout", "timeout", "timeout"),
-        *("worker died (exit code 3)", "worker died (signal 9)", "worker died (exit code 1)", "memory"),
+        *("worker died (exit code 3)", "worker died (signal 9)", "SystemExit: enough", "memory"),
     ]
     assert not any(each.unjudged or each.outcome for each in found)
     assert last.outcome == End(accuracy=True)
+
+
+def test_what_a_coroutine_keeps_serves_the_next_step_and_a_state_is_what_json_holds(own):
+    locked, again, held = stepped(*[(own(name), episode("7")) for name in ("locks", "locks", "dictionary")])
+    assert locked.outcome == again.outcome == Observation("locked")
+    assert held.outcome == Observation("a", state={"1": 2})
+
+
+def test_what_a_worker_started_ends_with_it_even_where_it_ended_itself(own, tmp_path):
+    (died,) = stepped((own("orphans"), episode("7", truth=str(tmp_path / "pids"))))
+    assert died.error == "worker died (exit code 3)"
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert pids
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_one_that_floods_is_cut_and_what_it_prints_goes_nowhere(own):

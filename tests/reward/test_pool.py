@@ -16,7 +16,7 @@ import pytest
 from reward.config import RewardConfig
 from reward.pool import pool as pool_module
 from reward.pool.pool import RewardPool
-from reward.verdict import PoolError, Verdict, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, PoolError, Verdict, VerificationRequest, VerifierError
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
@@ -81,7 +81,7 @@ def test_no_requests_no_verdicts(make_pool):
         ("hang_in_c", "timeout"),
         ("die", "worker died (signal 9)"),
         ("crash", "worker died (signal 11)"),
-        ("leave", "worker died (exit code 3)"),
+        ("leave", "SystemExit: 3"),
         ("devour", "memory"),
         ("fail", "KeyError: 'x'"),
         ("confused", f"verifier 'tests.reward.hostile:confused' returned 'correct'{NO_VERDICT}"),
@@ -100,6 +100,11 @@ def test_a_hostile_verdict_is_an_error_and_harms_no_other(make_pool, name, error
 
 def test_what_a_verifier_prints_is_not_taken_for_its_verdict(make_pool):
     assert verify(make_pool(workers=1), hostile("babble"))[0].accuracy
+
+
+def test_what_a_verifier_extracts_can_be_written_and_is_cut(make_pool):
+    (verdict,) = verify(make_pool(workers=1), hostile("halves"))
+    assert (verdict.accuracy, verdict.extracted, verdict.rule) == (True, "?" + "x" * (EXTRACTED_LIMIT - 1), "?")
 
 
 FORGED = '[[true, "forged", "forged", 0.0, null]]'

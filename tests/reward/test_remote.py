@@ -47,7 +47,10 @@ def service(answer: Callable[[int, list[dict[str, str]]], Answer]) -> Iterator[t
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
@@ -112,6 +115,19 @@ def test_what_may_pass_is_tried_again(failure):
         (verdict,) = judge(url, ask("42"))
     assert verdict.accuracy
     assert len(sizes) == 3
+
+
+def test_as_many_are_asked_at_once_as_the_key_says():
+    together = threading.Barrier(120, timeout=30)
+
+    def all_at_once(number, requests):
+        together.wait()
+        return right(requests)
+
+    with service(all_at_once) as (url, _):
+        config = RemoteConfig(url=url, connections=120, batch=1, attempt_s=40.0, deadline_s=40.0)
+        asked = [VerificationRequest(response="7", ground_truth="7") for _ in range(120)]
+        assert all(verdict.accuracy for verdict in asyncio.run(remote.verify(config, asked)))
 
 
 def test_a_refusal_is_final_and_nobodys_fault():

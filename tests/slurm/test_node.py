@@ -1,6 +1,7 @@
 """The program on each node, without Slurm: what it starts ends with it, and meets no other job on the same node."""
 
 import socket
+import subprocess
 import time
 
 import psutil
@@ -45,6 +46,21 @@ def _wait_for_both(nodes, run_dir):
 
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """They try for a minute to reach the head that is gone; a batch system ends them with their task."""
+
+
+@pytest.mark.parametrize("code", [75, 0, -9])
+def test_the_runs_exit_code_is_there_before_the_others_leave(code, tmp_path, monkeypatch):
+    job = node.Job(rank=0, nodes=2, folder=tmp_path / "slurm" / "7.0", deadline_s=10.0)
+    seen = []
+    monkeypatch.setattr(node, "_start_ray", lambda *_: subprocess.Popen(["sleep", "60"]))
+    monkeypatch.setattr(node, "_asked", lambda address: 0)
+    monkeypatch.setattr(node, "_all_joined", lambda job, address: "[]")
+    monkeypatch.setattr(node, "_run", lambda *_, **__: code)
+    end = node._end
+    monkeypatch.setattr(node, "_end", lambda ray: (seen.append((job.folder / "code").read_text()), end(ray)))
+    assert node.lead(job, []) == code
+    assert seen == [str(code % 256)]
+    assert (job.folder / "done").exists()
 
 
 @pytest.mark.slow

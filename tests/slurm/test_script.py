@@ -297,6 +297,11 @@ def test_only_a_run_that_says_continue_goes_back_into_the_queue(job):
     assert "requeue" not in job(0)
 
 
+def test_the_runs_own_code_counts_where_srun_tells_how_it_ended_the_other_nodes(job):
+    assert "requeue 7" in job(75, "mkdir slurm/7.0; printf 75 >slurm/7.0/code; exit 143")
+    assert "requeue" not in job(6, "mkdir slurm/7.1; printf 6 >slurm/7.1/code; exit 143")
+
+
 def test_a_job_that_may_not_be_requeued_says_how_its_run_goes_on(job, tmp_path):
     shown = job(75, f"""echo '[ "$1" = show ] && echo Requeue=0 || echo "$@"' >{tmp_path}/bin/scontrol""")
     assert "requeue 7" not in shown

@@ -289,5 +289,4 @@ def _text(fault: Any) -> str:
     if fault["type"] == "value_error":  # of a validator above
         return str(fault["ctx"]["error"])
     value = "" if fault["type"] == "missing" else f" = {fault['input']!r}"
-    name = ".".join(map(str, fault["loc"])).removeprefix("experts.")
-    return f"{name}{value}: {fault['msg']}"
+    return f"{'.'.join(map(str, fault['loc'])).removeprefix('experts.')}{value}: {fault['msg']}"

@@ -237,8 +237,7 @@ def reduce_columns(columns: Tensor, targets: Tensor, temperature: float) -> Tens
     maximum = columns.amax(dim=1)
     x = _relative(columns, maximum, temperature)
     exp = x.exp()
-    total = exp.sum(dim=1)
-    return torch.stack([maximum, total, exp.mul_(x).sum(dim=1), target])
+    return torch.stack([maximum, exp.sum(dim=1), exp.mul_(x).sum(dim=1), target])
 
 
 def merge(pieces: Tensor, temperature: float) -> Tensor:

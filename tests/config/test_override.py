@@ -1,0 +1,42 @@
+"""Overrides of whole sections, and whom an error in one of them blames."""
+
+import pytest
+
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config.load import load_with_sources
+
+TEXT = """\
+run: {dir: runs/x, rollout_steps: 1}
+model: {path: m, context_length: 32768}
+data: {path: d}
+actor: {threads: 3, optimizer: {lr: 1e-4, betas: [0.9, 0.95]}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_section_keeps_the_keys_that_its_override_does_not_name(file):
+    given = "actor={threads: 2, optimizer: {eps: 0.5}}"
+    config, lines = load_with_sources(file, [given])
+    optimizer = config.actor.optimizer
+    assert (config.actor.threads, optimizer.eps, optimizer.lr, optimizer.betas) == (2, 0.5, 1e-4, (0.9, 0.95))
+    assert lines["actor", "optimizer", "lr"] == f"{file}:4"
+    assert lines["actor", "optimizer", "eps"] == lines["actor", "threads"] == f"override {given!r}"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("foo.bar=3", "override 'foo.bar=3': foo: no such key"),
+        ("run.seed.x=3", "override 'run.seed.x=3': run.seed = {'x': 3}"),
+        ("data=&a {x: *a}", "override 'data=&a {x: \\*a}': the value is not valid YAML"),
+    ],
+)
+def test_an_error_names_the_override_that_it_is_in(file, given, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(file, [given])
