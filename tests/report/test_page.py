@@ -1,6 +1,7 @@
 """The report of every kind of run: whole, safe, complete; and what it says when there is little to say."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -384,12 +385,12 @@ def test_a_broken_metrics_file_is_an_error_with_its_line(tmp_path, run_command, 
 
 
 def test_the_command_writes_the_file_and_says_where(tmp_path, run_command, capsys):
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / os.fsdecode(b"\xferun"))
     assert run_command("report", str(folder), "--out", str(tmp_path / "out.html")) == ExitCode.FINISHED
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
     assert "out.html" in capsys.readouterr().out
     assert run_command("report", str(folder), "--out", str(tmp_path / "no" / "out.html")) == ExitCode.FAILED
-    assert str(tmp_path / "no" / "out.html") in capsys.readouterr().err
+    assert "name another place with --out: " + repr(str(tmp_path / "no" / "out.html")) in capsys.readouterr().err
     assert json.loads((folder / "manifest.json").read_text()), "nothing in the run directory is touched"
 
 
