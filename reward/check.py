@@ -104,8 +104,8 @@ def _why_not(name: str, config: RewardConfig, truths: Sequence[Truth], kind: str
     limit_s = config.timeout_s if kind == "verifier" else START_LIMIT_S
     command = [sys.executable, "-m", __name__, name, kind, str(limit_s)]
     environment, pipe = worker_environment(config), subprocess.PIPE
-    with tempfile.TemporaryFile() as said:  # no pipe, which its children would keep open
-        tried = subprocess.Popen(command, stdin=pipe, stdout=said, stderr=said, env=environment, start_new_session=True)
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as log:  # its children would keep a pipe open
+        tried = subprocess.Popen(command, stdin=pipe, stdout=said, stderr=log, env=environment, start_new_session=True)
         try:
             with suppress(subprocess.TimeoutExpired):
                 tried.communicate(json.dumps(truths).encode(), START_LIMIT_S)
@@ -114,16 +114,17 @@ def _why_not(name: str, config: RewardConfig, truths: Sequence[Truth], kind: str
             with suppress(ProcessLookupError):
                 os.killpg(tried.pid, signal.SIGKILL)
             tried.wait()
-        said.seek(0)
-        _, can, rest = said.read().rpartition(DONE)
+        said.seek(0), log.seek(0)
+        can, wrote = DONE in said.read(), log.read().decode("utf-8", "replace").strip()
     if code is None:  # the threads of one that can be run may not let it end
         return "" if can else f"its import has not ended after {START_LIMIT_S:g} s"
     if code == 0 and can:
         return ""
-    log = rest.decode("utf-8", "replace").strip()
-    if "Timeout (" in log:  # as faulthandler begins when it ends a process
-        return f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{log[log.rfind('Timeout (') :][:500]}"
-    return f"a trial ended with exit code {code}: {log[-500:] or '(nothing)'}"
+    if "Timeout (" in wrote:  # as faulthandler begins when it ends a process
+        return (
+            f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{wrote[wrote.rfind('Timeout (') :]:.500}"
+        )
+    return f"a trial ended with exit code {code}: {wrote[-500:] or '(nothing)'}"
 
 
 def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
@@ -153,6 +154,7 @@ def main() -> None:
     """`python -m reward.check NAME KIND SECONDS`: tries that verifier or environment on the `Truth`s of standard input,
     each for so many seconds. `DONE` is written once it can be run; the exit code is 0 unless a ground truth is
     refused."""
+    signal.alarm(round(START_LIMIT_S))  # whether or not there is somebody left to end it
     truths = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # as in the pool
     try:

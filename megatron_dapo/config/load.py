@@ -187,7 +187,7 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
             raise ConfigError(f"override {override!r}: {part} is a value, not a section")
     for leaf in [(), *(tuple(key.split(".")) for key in leaves)]:
         lines[(*path, *leaf)] = f"override {override!r}"
-    if isinstance(value, dict) and isinstance(below := at.get(path[-1]), dict):
+    if value and isinstance(value, dict) and isinstance(below := at.get(path[-1]), dict):
         _fill(value, below)
     at[path[-1]] = value
 

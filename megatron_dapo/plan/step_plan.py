@@ -124,7 +124,7 @@ def plan_step(
         rollout_s=fmean(one.seconds for one in filled),
         tail_s=fmean(one.tail_s for one in filled),
         log_prob_s=fmean(whole if share_gpus(config) or config.run.mode == "async" else left) + reference_s,
-        log_prob_total_s=fmean(whole),
+        log_prob_total_s=fmean(whole) + reference_s,
         update_s=update_s / steps,
         update=PassTime(**{one.name: fmean(getattr(each, one.name) for each in updates) for one in fields(PassTime)}),
         optimizer_steps=len(updates) / steps,

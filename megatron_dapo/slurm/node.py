@@ -104,7 +104,8 @@ def lead(job: Job, arguments: list[str]) -> int:
         print(f"{job.nodes} node(s) have joined Ray at {address}", flush=True)
         code = _run(job, arguments, RAY_ADDRESS=address)
         # srun ends the others at once where this one's code is not 0, and then tells their signal instead of it.
-        (job.folder / "code").write_text(str(code % 256))
+        with suppress(OSError):
+            (job.folder / "code").write_text(str(code % 256))
         return code
     finally:
         (job.folder / "done").touch()

@@ -124,10 +124,7 @@ def clean(text: str) -> str:
 def strip_edges(text: str) -> str:
     """Without quotes, markdown, trailing punctuation, line breaks written as `\\\\`, and braces around the whole."""
     for _ in range(6):
-        bare = text.lstrip(_EDGES_LEFT)
-        # A derivative, as in `f'`, if no quotation was opened.
-        primed = None if "'" in text.removesuffix(bare) else _PATTERNS["primed"].search(bare)
-        text = bare.rstrip(_EDGES_RIGHT) + (primed[1] if primed else "")
+        text = text.lstrip(_EDGES_LEFT).rstrip(_EDGES_RIGHT)
         while text.endswith(("\\", "\\n")):
             text = text.removesuffix("n")[:-1].rstrip(_EDGES_RIGHT)
         if text.endswith("}") and text.count("}") > text.count("{"):

@@ -185,4 +185,5 @@ def _verdict(verdict: Any) -> tuple[bool, str | None, str]:
     extracted, rule = verdict.get("extracted"), verdict.get("rule")
     if not (extracted is None or isinstance(extracted, str)) or not (rule is None or isinstance(rule, str)):
         raise _Refused(f'a verdict whose "extracted" or "rule" is no text: {str(verdict)[:100]}')
-    return bool(verdict["accuracy"]), extracted and sendable(extracted[:EXTRACTED_LIMIT]), rule or RULE
+    text, rule = (each and sendable(each[:EXTRACTED_LIMIT]) for each in (extracted, rule))
+    return bool(verdict["accuracy"]), text, rule or RULE

@@ -38,7 +38,7 @@ def worker_environment(config: RewardConfig) -> dict[str, str]:
     computes in one thread."""
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path), str(Path.cwd())]
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), READS: os.pathsep.join(config.code_reads)}
-    return os.environ | dict.fromkeys(_THREADS, "1") | own | {"PYTHONSAFEPATH": "1"}
+    return os.environ | dict.fromkeys(_THREADS, "1") | own
 
 
 class WorkerLost(Exception):

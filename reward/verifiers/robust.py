@@ -36,6 +36,8 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
         plain, wanted = map(_PLAIN_INTEGER.fullmatch, (statement.text, request.ground_truth))
         if plain and wanted:
             return Judgement(accuracy=int(plain[1]) == int(wanted[1]), extracted=plain[1], rule=Rule.INTEGER)
+    if _PATTERNS["primed"].fullmatch(request.ground_truth) and not _PATTERNS["prime"].search(statement.text):
+        return Judgement(accuracy=False, extracted=clean(statement.text[:EXTRACTED_LIMIT]), rule=Rule.TEXT)
     return _judge_statement(statement, _truth(request.ground_truth), request.prompt)
 
 

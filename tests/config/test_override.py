@@ -29,6 +29,12 @@ def test_a_section_keeps_the_keys_that_its_override_does_not_name(file):
     assert lines["actor", "optimizer", "eps"] == lines["actor", "threads"] == f"override {given!r}"
 
 
+def test_an_empty_mapping_empties_what_the_file_has(file):
+    file.write_text(f"{TEXT}reward: {{by_source: {{math: exact}}}}\n")
+    assert load_config(file, ["reward.by_source={}"]).reward.by_source == {}
+    assert load_config(file, ["reward.by_source.code=code"]).reward.by_source == {"math": "exact", "code": "code"}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -191,6 +191,7 @@ def test_the_modes_differ_in_what_runs_at_the_same_time(constants):
 def test_the_reference_of_the_kl_term_goes_over_the_batch_once_more(constants):
     without = planned(constants, "qwen2.5_7b_8gpu").step
     with_it = planned(constants, "qwen2.5_7b_8gpu", {"algorithm.kl.coefficient": 0.001}).step
+    assert with_it.log_prob_total_s >= with_it.log_prob_s, "what the rollout hides is not negative"
     assert with_it.seconds - without.seconds == pytest.approx(without.log_prob_total_s, rel=1e-6)
 
 

@@ -85,6 +85,13 @@ def test_one_that_raises_is_tried_for_as_long_as_any_other_and_may_end_its_proce
     assert time.monotonic() - began < 25
 
 
+def test_an_error_is_not_hidden_behind_what_the_module_prints(tmp_path, monkeypatch):
+    (tmp_path / "chatters.py").write_text("print('x' * 5000)\nraise ValueError('no key')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(VerifierError, match="ValueError: no key"):
+        check_verifiers({"chatters:judge": "reward.verifier"}, RewardConfig())
+
+
 TRIED = {
     "truths": """
 from reward.verdict import Judgement, VerifierError
