@@ -38,7 +38,7 @@ def test_a_run_needs_no_held_out_problems_and_check_says_so(monkeypatch, capsys)
             typed(monkeypatch, "check", QUICKSTART, *words)
         assert (said in capsys.readouterr().out.splitlines()) == shown
     with pytest.raises(SystemExit):
-        typed(monkeypatch, "check", QUICKSTART, "evaluation={every: 5}")
+        typed(monkeypatch, "check", QUICKSTART, "evaluation={every: 5, path: null}")
     assert "evaluation.every = 5: no problems are held out; set evaluation.path too" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         typed(monkeypatch, "eval", QUICKSTART, "evaluation.path=null")

@@ -201,7 +201,7 @@ def _context(**parts: object) -> Any:
         waits=waits,
         handover=handover,
         sampler=SimpleNamespace(fill=never),
-        generator=SimpleNamespace(take_seconds=dict, finished=3),
+        generator=SimpleNamespace(take_seconds=dict, finished=3, failing=0),
         evaluator=SimpleNamespace(run=never, count=lambda: Count(5, 9, "answers")),
         run_dir=SimpleNamespace(path=Path("/nonexistent"), check_there=lambda: None),
         shared_gpu=False,

@@ -179,7 +179,7 @@ def check(found: dict[str, Any], weights: dict[str, torch.Tensor], wanted: dict[
         if isinstance(right, dict):
             assert got.keys() == right.keys()
             error = np.sqrt(sum(((got[key] - right[key]) ** 2).sum() for key in right))
-            assert error / np.sqrt(sum((right[key] ** 2).sum() for key in right)) < 5e-6, name
+            assert error / np.sqrt(sum((right[key] ** 2).sum() for key in right)) < 1e-5, name
         else:
             np.testing.assert_allclose(got, right, rtol=1e-4, atol=2e-5, err_msg=name)
     assert weights.keys() == theirs.keys()
