@@ -122,9 +122,12 @@ class Running:
         return found
 
     def _ours(self, process: psutil.Process) -> bool:
-        """By the mark. The titles of Ray's processes may overwrite it: then as an orphan not older than the command."""
+        """By the mark. Servers and Ray's processes overwrite theirs: then as a descendant, or as an orphan of Ray not
+        older than the command."""
         if (mark := process.environ().get(MARK)) is not None:
             return mark == self._mark
+        if self.process.pid in {parent.pid for parent in process.parents()}:
+            return True
         orphan = process.ppid() == os.getpid() and process.create_time() >= self._began_at - 1
         return orphan and " ".join(_command(process)).startswith("ray::")
 
