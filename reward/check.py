@@ -114,16 +114,15 @@ def _why_not(name: str, config: RewardConfig, truths: Sequence[Truth], kind: str
             with suppress(ProcessLookupError):
                 os.killpg(tried.pid, signal.SIGKILL)
             tried.wait()
-        said.seek(0), log.seek(0)
+        said.seek(0)
+        log.seek(0)
         can, wrote = DONE in said.read(), log.read().decode("utf-8", "replace").strip()
     if code is None:  # the threads of one that can be run may not let it end
         return "" if can else f"its import has not ended after {START_LIMIT_S:g} s"
     if code == 0 and can:
         return ""
-    if "Timeout (" in wrote:  # as faulthandler begins when it ends a process
-        return (
-            f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{wrote[wrote.rfind('Timeout (') :]:.500}"
-        )
+    if (at := wrote.rfind("Timeout (")) >= 0:  # as faulthandler begins when it ends a process
+        return f"no verdict on a ground truth in reward.timeout_s = {limit_s:g}\n{wrote[at:][:500]}"
     return f"a trial ended with exit code {code}: {wrote[-500:] or '(nothing)'}"
 
 

@@ -285,4 +285,5 @@ def _joined_routing(routing: Sequence[np.ndarray], lengths: np.ndarray) -> np.nd
                 f"Responses: response {at} has {len(rows)} rows of routing for {length} tokens with its prompt's; each "
                 "but the last needs one"
             )
-    return np.concatenate([part for rows in routing for part in (rows, unrouted(1, *routing[0].shape[1:]))])
+    last = unrouted(1, *routing[0].shape[1:])
+    return np.concatenate([part for rows in routing for part in (rows, last)])

@@ -58,10 +58,9 @@ def waits(episode):
     time.sleep(15)
 LOCK = asyncio.Semaphore()
 async def locks(episode):
-    first = asyncio.create_task(LOCK.acquire())
-    await LOCK.acquire() if LOCK.locked() else await first
-    asyncio.get_running_loop().call_later(0.01, LOCK.release)
     await LOCK.acquire()
+    asyncio.get_running_loop().call_later(0.01, LOCK.release)
+    await LOCK.acquire()  # waits, which ties it to the loop
     LOCK.release()
     return Observation("locked")
 def dictionary(episode): return Observation("a", state=collections.defaultdict(int, {1: 2}))
