@@ -146,7 +146,8 @@ class ChatEndpoint:
                 raise _Refused(said)
             raise EndpointError(f"{self._url}: {said}")
         try:
-            reply = json.loads(content)["choices"][0]["message"]["content"]
+            # null: it refused, or thought up to its limit.
+            reply = json.loads(content)["choices"][0]["message"]["content"] or ""
         except (ValueError, KeyError, IndexError, TypeError):
             raise _Refused(f"no chat completion: {content[:200]!r}") from None
         if not isinstance(reply, str):

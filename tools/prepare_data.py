@@ -23,7 +23,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import ColumnsConfig, Schema
+from megatron_dapo.data.hub import local_path
 from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, Row, parse_row, raw_rows, resolve
 from megatron_dapo.storage.durable import FolderHeld, lock_folder, replace_file
 from reward.answer.read import read_raw
@@ -88,9 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("--heldout", type=count, default=0, help="problems that go to heldout.jsonl")
     first.add_argument("--seed", type=int, default=0, help="of the split")
     first.add_argument(
-        "--exclude", type=Path, nargs="*", default=[], help="files whose problems shall not be trained on"
+        "--exclude", type=_path, nargs="*", default=[], help="files whose problems shall not be trained on"
     )
-    first.add_argument("--tokenizer", type=Path, help="model folder: report prompt lengths in tokens too")
+    first.add_argument("--tokenizer", type=_path, help="model folder: report prompt lengths in tokens too")
     second = commands.add_parser("integers", help="rewrite problems so that their answers are integers")
     second.add_argument(
         "--url", type=_address, required=True, help="OpenAI-compatible endpoint, as http://127.0.0.1:30000/v1"
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     second.add_argument("--max-tokens", type=positive_count, default=8192, help="of one reply")
     for command in (first, second):
-        command.add_argument("files", type=Path, nargs="+", help=".csv, .json, .jsonl or .parquet")
+        command.add_argument("files", type=_path, nargs="+", help=".csv, .json, .jsonl or .parquet")
         command.add_argument("--out", type=Path, required=True, help="folder")
         command.add_argument("--schema", choices=list(SCHEMAS), default="columns")
         for key in ("prompt-key", "answer-key", "answer-after", "source-key"):
@@ -111,6 +113,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--verifier", choices=list(VERIFIERS), default="robust", help="must accept the answers")
         command.add_argument("--broken-rows", choices=["stop", "skip"], default="stop")
     return parser
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(local_path(text, "the argument"))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _address(text: str) -> str:
@@ -131,16 +140,19 @@ def convert(options: argparse.Namespace) -> int:
     if options.heldout > len(heldout) or not train:
         raise DataError(f"--heldout {options.heldout}: of {len(sifted.kept)} problems, none would be left to train on")
     sifted.counts |= Counter({"train": len(train), "heldout": len(heldout)})
-    _write(options.out / "train.jsonl", map(_written, train))
-    _write(options.out / "heldout.jsonl", map(_written, heldout))
     lengths = {"prompt, characters": [len(_key(row.prompt)) for row in (*train, *heldout)]}
     if options.tokenizer:
         from megatron_dapo.data.prompts import render
         from megatron_dapo.data.tokenizer import load_text_tools
 
-        tokenizer = load_text_tools(options.tokenizer).tokenizer
-        template = "chat" if tokenizer.chat_template else "plain"
-        lengths["prompt, tokens"] = [len(render(row.prompt, template, tokenizer)[1]) for row in (*train, *heldout)]
+        try:
+            tokenizer = load_text_tools(options.tokenizer).tokenizer
+            template = "chat" if tokenizer.chat_template else "plain"
+            lengths["prompt, tokens"] = [len(render(row.prompt, template, tokenizer)[1]) for row in (*train, *heldout)]
+        except Exception as error:  # a chat template is a program of the model's author and may raise anything
+            raise DataError(f"--tokenizer {options.tokenizer}: {error}") from error
+    _write(options.out / "train.jsonl", map(_written, train))
+    _write(options.out / "heldout.jsonl", map(_written, heldout))
     _finish(options.out, sifted, [(_key(row.prompt), row.answer) for row in (*train, *heldout)], lengths)
     return EXIT_OK
 

@@ -71,8 +71,7 @@ class MegatronActor:
             keep_reference: keep a copy of the model's weights on the host, for `reference_log_probs`.
         """
         self.config = config
-        self.model, self._dtype = model, getattr(torch, model.dtype)
-        self.rank = rank
+        self.model, self._dtype, self.rank = model, getattr(torch, model.dtype), rank
         self.device = device.prepare_for(config, model.dtype)
         # From here on Megatron may be imported.
         from megatron_dapo.actor.checkpoint import checkpoint

@@ -132,8 +132,7 @@ class DeviceMemory:
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned if `tensor` is on CUDA: only such memory is copied at the bus's full speed."""
-    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return host.copy_(tensor.detach())
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

@@ -63,8 +63,7 @@ class ActorOptimizer:
                 the next forward does; worth it where communication is not the CPU's work.
             adapters: of these chunks; then nothing else is trained.
         """
-        self.config = config
-        self.learning_rate = learning_rate
+        self.config, self.learning_rate = config, learning_rate
         self.adapters, self.lora = adapters, adapters.config if adapters is not None else LoraConfig()
         self._gathers_late = overlap and config.distributed
         self.chunks = _wrap(chunks, distributed=config.distributed, overlap=overlap)
@@ -333,8 +332,7 @@ def _pieces(
     """
     key, end, done = f"optimizer.state.{name}.{shard.key}", begin + values.numel(), 0
     # Without numbers: only where each part begins in the weight is asked for.
-    whole = torch.empty_like(shard.data, device="meta")
-    shard = replace(shard, key=key, data=whole)
+    shard = replace(shard, key=key, data=torch.empty_like(shard.data, device="meta"))
     for part in [shard] if isinstance(shard, ShardedTensor) else nested_values(shard.build()):
         assert part.data is not None
         assert part.data.is_contiguous(), f"{key}: not cut along its first axis"

@@ -220,8 +220,7 @@ def _fill(lengths: np.ndarray, costs: np.ndarray, budget: int, bins: int, *, bal
     assignment = np.empty(len(lengths), dtype=np.int64)
     for i in np.argsort(-costs, kind="stable"):
         free = room >= min(int(lengths[i]), budget)
-        score = np.where(free, load if balance else room, np.inf)
-        chosen = int(score.argmin())
+        chosen = int(np.where(free, load if balance else room, np.inf).argmin())
         if not free[chosen]:
             return None
         assignment[i] = chosen

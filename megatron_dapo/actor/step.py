@@ -63,9 +63,7 @@ class ForwardBackward:
         padding."""
         self.chunks: list[Any] = list(chunks)
         self.config, self.layout = config, config.layout
-        self.vocabulary = vocabulary
-        self.row_multiple = config.row_multiple
-        self.device = device
+        self.vocabulary, self.row_multiple, self.device = vocabulary, config.row_multiple, device
         self.tell(None)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()

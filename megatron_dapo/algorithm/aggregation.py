@@ -82,8 +82,7 @@ def token_weights(
             for each in (lengths, carries.double())
         )
         divisor = carries.sum() * tokens / responses
-    per_response = torch.where(carries, 1.0 / divisor, 0.0)
-    return per_response.repeat_interleave(response_lengths).to(dtype)
+    return torch.where(carries, 1.0 / divisor, 0.0).repeat_interleave(response_lengths).to(dtype)
 
 
 def kl_scale(

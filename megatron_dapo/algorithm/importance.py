@@ -78,8 +78,7 @@ def correction_weights(
     # Bounded before exp: a response's sum may reach hundreds, and an infinite w must not meet a loss of 0.
     weight = log_weight.clamp(max=EXPONENT_BOUND).exp()
     if mode == "truncated":
-        above = weight > upper
-        return Correction(weights=weight.clamp(max=upper), truncated_share=_share(above), masked_share=0.0)
+        return Correction(weights=weight.clamp(max=upper), truncated_share=_share(weight > upper), masked_share=0.0)
     outside = (weight > upper) | (weight < lower)
     return Correction(weights=torch.where(outside, 0.0, weight), truncated_share=0.0, masked_share=_share(outside))
 

@@ -38,8 +38,7 @@ def soft_overlong_penalty(
         max_length: L_max, the longest response that can be generated.
         buffer: L_cache, the last tokens before `max_length`, over which the penalty grows; 0 < buffer <= max_length.
     """
-    start = max_length - buffer
-    return ((start - lengths.to(torch.float64)) / buffer).clamp(-1.0, 0.0) * factor
+    return ((max_length - buffer - lengths.to(torch.float64)) / buffer).clamp(-1.0, 0.0) * factor
 
 
 def linear_penalty(lengths: Int[Tensor, "*R"], *, start: int, factor: float = 1.0) -> Float[Tensor, "*R"]:

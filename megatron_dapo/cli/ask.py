@@ -22,7 +22,7 @@ _TEMPLATE = "chat, plain or a text with {prompt}; else the run's, or the model's
 
 
 def ask(
-    model: Annotated[Path, typer.Argument(metavar="MODEL|RUN", help="Folder in Hugging Face format, or a run.")],
+    target: Annotated[str, typer.Argument(metavar="MODEL|RUN", help="Folder, hf://OWNER/NAME, or a run.")],
     prompt: Annotated[str, typer.Argument(help="The text of one problem.")],
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Else the run's limit, at most 2048.")] = None,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
@@ -33,12 +33,14 @@ def ask(
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import torch
 
+    from megatron_dapo.data.hub import local_path
     from megatron_dapo.data.prompts import instructed, render
     from megatron_dapo.data.tokenizer import load_text_tools
 
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give the text of one problem")
-    run, model = model, model / "model" if (model / "config.yaml").is_file() else model
+    run = Path(local_path(target, "MODEL"))
+    model = run / "model" if (run / "config.yaml").is_file() else run
     if not model.exists() and run.is_dir():
         raise ConfigError(f"{run}: a run writes its model at its end; until then `eval {run}` measures its weights")
     config = model_config(model, [f"data.template={json.dumps(template)}"] if template else [])

@@ -11,15 +11,15 @@ import typer
 
 from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of, model_config
 from megatron_dapo.config import Config, ConfigError
-from megatron_dapo.data.hub import with_local_paths
+from megatron_dapo.data.hub import local_path, with_local_paths
 
 
 @comparison_command
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN|MODEL", help="Config, run, or a model's folder.")],
+    target: Annotated[str, typer.Argument(metavar="CONFIG|RUN|MODEL", help="Config, run, or model, as --model.")],
     overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(help="File of problems, instead of evaluation.path.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder in Hugging Face format; else the run's newest.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hf://OWNER/NAME; else the run's newest.")] = None,
     out: Annotated[Path | None, typer.Option(help="Of the results; else evaluations/ in the run, or here.")] = None,
 ) -> bool:
     """avg@k, pass@k and cons@k of held-out problems, with intervals: of a run, a model, or servers in rollout.urls."""
@@ -27,7 +27,8 @@ def evaluate(
 
     prepare_environment()
     words = [*(overrides or []), *([f"evaluation.path={json.dumps(data)}"] if data else [])]
-    asyncio.run(_evaluate(target, words, model, out))
+    weights = Path(local_path(model, "--model")) if model else None
+    asyncio.run(_evaluate(Path(local_path(target, "MODEL")), words, weights, out))
     return True
 
 

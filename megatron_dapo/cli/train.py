@@ -50,8 +50,7 @@ def stop_at_once() -> Iterator[None]:
 def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
     """Run it. Every known fault is one message and an exit code; a traceback means a fault of ours."""
     prepare_environment()
-    console = Console()
-    again = _resume_command(path, overrides)
+    console, again = Console(), _resume_command(path, overrides)
     try:
         with stop_at_once():
             _run(load_config(path, overrides), console)

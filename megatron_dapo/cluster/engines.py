@@ -218,8 +218,7 @@ class RayServer:
         self._config, self._spec, self._placement, self._bundles = config, spec, placement, bundles
         self._beside = beside
         self._hosts: list[Any] = []
-        self.url = f"http://server{spec.index}.not-started"
-        self._alive = False
+        self.url, self._alive = f"http://server{spec.index}.not-started", False
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -246,8 +245,7 @@ class RayServer:
         except BaseException:
             self.kill()
             raise
-        self._alive = True
-        self._watch = asyncio.create_task(self._look())
+        self._alive, self._watch = True, asyncio.create_task(self._look())
 
     def alive(self) -> bool:
         return self._alive

@@ -26,8 +26,7 @@ def _known_loss(name: str) -> str:
 def automatic_mode(policy_loss: str, max_staleness: int) -> Literal["none", "truncated"]:
     """What `importance.mode: auto` stands for."""
     entry = LOSSES.get(policy_loss)
-    corrects = entry is not None and entry.needs_rollout_log_probs
-    return "truncated" if max_staleness and not corrects else "none"
+    return "truncated" if max_staleness and not (entry and entry.needs_rollout_log_probs) else "none"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

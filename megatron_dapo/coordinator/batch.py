@@ -323,7 +323,7 @@ def entropy_weight(algorithm: AlgorithmConfig, last: float | None, batch: Filled
     control = algorithm.entropy_control
     if control.target is None:
         return algorithm.entropy_coefficient, None
-    coefficient = algorithm.entropy_coefficient if last is None else last
+    coefficient = algorithm.entropy_coefficient if last is None else min(last, control.maximum)
     entropy = float(batch.old.entropy.mean())
     return controlled(coefficient, entropy, target=control.target, change=control.change, maximum=control.maximum)
 

@@ -34,7 +34,7 @@ from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.algorithm_config import KLConfig
 from megatron_dapo.config.run_config import RunConfig
 from megatron_dapo.coordinator.batch import MismatchStop
-from megatron_dapo.coordinator.sampler import Refresh, nothing_new
+from megatron_dapo.coordinator.sampler import NothingKept, Refresh, nothing_new
 from megatron_dapo.experience.groups import SamplerState, ScoredGroup
 from megatron_dapo.monitor.console import Console
 from megatron_dapo.monitor.timeline import StepTimer
@@ -71,8 +71,18 @@ class Progress:
     """Rollout step after which the KL term's reference was reset. 0: it holds the weights that the run began with."""
 
 
-JUDGED = ("reward.", "data.", "algorithm.overlong.", "algorithm.turn_rewards")
-"""Beginnings of keys that verdicts and rewards may rest on."""
+JUDGED = (
+    *("reward.verifier", "reward.by_source", "reward.code_reads", "reward.remote.url", "reward.remote_environment.url"),
+    *(
+        "data.schema",
+        "data.verifier_key",
+        "data.source_key",
+        "data.mixture",
+        "algorithm.overlong.",
+        "algorithm.turn_rewards",
+    ),
+)
+"""Beginnings of keys that verdicts and rewards rest on. Limits are none: they say how long a verdict may take."""
 
 NOT_SAVED = "could not be saved"
 
@@ -291,7 +301,7 @@ class Checkpoints(AbstractAsyncContextManager["Checkpoints"]):
                 if isinstance(failure, StopRequested):
                     raise  # "stopped" says that everything is saved
                 self.console.note(f"what stood when this step ended {NOT_SAVED} ({type(error).__name__}: {error})")
-            if isinstance(failure, MismatchStop):  # its tokens would stop the next run too
+            if isinstance(failure, MismatchStop | NothingKept):  # its groups would stop the next run too
                 self.run_dir.drop_rollout()
             raise  # why the run ends
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor, check_blocks
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import check_file, heldout_files, training_files
@@ -54,6 +55,8 @@ def read_inputs(config: Config) -> Inputs:
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     model = HFModelConfig.load(Path(config.model.path))
     check_actor(model, config.actor)
+    with SafetensorsReader(Path(config.model.path)):
+        pass  # a file that is missing or cut is known by now
     check_blocks(model, config.rollout.quantization, config.rollout.tensor_parallel)
     if config.model.context_length > model.max_position_embeddings:
         raise ConfigError(

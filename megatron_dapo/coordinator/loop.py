@@ -3,8 +3,8 @@
 prompts -> ledger -> rollouts -> verdicts -> dynamic sampling -> advantages -> mu updates -> new weights -> servers
 """
 
+import asyncio
 import gc
-from contextlib import suppress
 from dataclasses import replace
 
 from megatron_dapo.cluster.waits import StopRequested
@@ -83,21 +83,28 @@ async def learn(
         reference_step=step if reset else progress.reference_step,
     )
     last, every, evaluation, publish_checkpoint = step == run.rollout_steps, context.config.evaluation.every, {}, None
+    failure: Exception | None = None
     if every and step % every == 0 and not last:
-        # A stop request ends it without an evaluation: saving this step comes first, and the next wait stops again.
-        with timer.measure("evaluation"), suppress(StopRequested):
-            evaluation = await context.evaluate(f"step{step}")
-    if context.checkpoints.due(step) or last:
+        # Saving this step comes first: after a stop request the next wait stops again, an error is raised below.
+        with timer.measure("evaluation"):
+            try:
+                evaluation = await context.evaluate(f"step{step}")
+            except Exception as error:
+                failure = None if isinstance(error, StopRequested) else error
+    if context.checkpoints.due(step) or last or failure:
         with timer.measure("handover"):
             await context.handover.to_trainer()
         with timer.measure("checkpoint"):
-            publish_checkpoint = await context.checkpoints.begin(progress, wait=last)
-    seconds = timer.seconds()
-    metrics = step_metrics(context.config, progress, batch, correction, updates, evaluation, seconds, sync)
+            publish_checkpoint = await context.checkpoints.begin(progress, wait=last or failure is not None)
+    about = progress, batch, correction, updates, evaluation, timer.seconds(), sync
+    # Not in the event loop: of long responses it takes seconds, and servers are to be heard.
+    metrics = await asyncio.to_thread(step_metrics, context.config, *about)
     metrics |= context.fleet.statistics.take()
     if coefficient is not None:
         metrics["entropy_coefficient"] = weight
     write_records(context, metrics, batch)
     if publish_checkpoint:  # last: after a kill before this line the step is done again, with its records
         await publish_checkpoint()
+    if failure:
+        raise failure
     return progress, metrics

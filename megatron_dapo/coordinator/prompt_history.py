@@ -14,8 +14,7 @@ class PromptHistory:
     """Kept only where `retire_at` or `pools` asks for it."""
 
     def __init__(self, config: DynamicSamplingConfig, groups: PromptRates) -> None:
-        self._config = config
-        self.groups = dict(groups)
+        self._config, self.groups = config, dict(groups)
         self._turns: dict[int, tuple[float, float]] = {}
         """Prompt that is not sent at every turn in this step -> its share of turns, and its pass rate."""
         self.passed: list[float] = []

@@ -45,8 +45,8 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
     for url, reason in report.by_disk.items():
         context.console.note(f"weight version {version}: sending to {url} failed; it reads from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
-    for older in folder.parent.glob("v*"):
-        if older != folder:
+    for older in folder.parent.glob("*"):
+        if folder.name not in older.name:  # nor what of it is being written, for a server that failed
             # NFS keeps a file that a server still has open; what is left goes with the next version.
             shutil.rmtree(older, ignore_errors=True)
     seconds = max(time.monotonic() - started, 1e-9)

@@ -25,14 +25,14 @@ from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from rollout.config import StageConfig
 
 KEPT = (
-    *("run.seed", "data.order", "algorithm.group_size", "model.path"),
+    *("run.seed", "data.order", "algorithm.group_size", "model.path", "model.dtype"),
     *("rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
     *("actor.routing_replay", "actor.lora.rank", "actor.lora.alpha", "actor.lora.modules"),
     *("rollout.thinking_budget", "rollout.thinking_end", "rollout.thinking_mark"),
     *("data.environment", "data.observation_template"),
     *("rollout.max_turns", "rollout.max_observation_tokens", "rollout.turn_end"),
 )
-"""Keys that the ledger and the carried groups rest on."""
+"""Keys that the ledger, the carried groups and a checkpoint's numbers rest on."""
 
 MEASURED = tuple(f"evaluation.{key}" for key in ("limit", "samples", "temperature", "top_p", "greedy"))
 """Keys that the accuracy before training was measured with: another "after" would be no gain over it."""

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.cluster.heartbeat import heartbeat, refuse_live_elsewhere
+from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
@@ -27,6 +29,7 @@ from megatron_dapo.storage.durable import sync_tree
 from megatron_dapo.storage.run_dir import STOP_FILE, CheckpointDamaged, RunDir, RunDirError, newest_step
 
 STOP_FILE_INTERVAL_S = 1.0
+PLACE_AGAIN_S = 10.0
 
 GC_THRESHOLDS = (20_000, 20, 100)
 """New containers before a collection of the young generation, young collections before a middle one, middle ones
@@ -43,10 +46,11 @@ async def run_with_restarts(
     damaged and `run.on_damaged_checkpoint` says so.
 
     Raises:
+        PlacementError: there is no room, after the loss of a rank for longer than `run.start_deadline_s`.
         CheckpointDamaged: it does not say so, or no older one is intact.
         TrainerLost: more often than `run.max_restarts` times without a new checkpoint in between.
     """
-    restarts, step = 0, newest_step(Path(config.run.dir))
+    restarts, step, lost = 0, newest_step(Path(config.run.dir)), 0.0
     while True:
         try:
             return await run(config, inputs, console, stop)
@@ -55,10 +59,14 @@ async def run_with_restarts(
                 raise
             console.note(f"{error}\nstarting again from there, as run.on_damaged_checkpoint says")
             config = replace(config, run=replace(config.run, resume_step=error.intact))
+        except PlacementError as error:
+            if not restarts or time.monotonic() > lost + config.run.start_deadline_s:
+                raise
+            console.note(f"{error}\na node may be on its way in place of the lost one; looking again")
+            await asyncio.wait([stop], timeout=PLACE_AGAIN_S)
         except TrainerLost as error:
             reached = newest_step(Path(config.run.dir))
-            restarts = restarts + 1 if reached == step else 1
-            step = reached
+            restarts, step, lost = restarts + 1 if reached == step else 1, reached, time.monotonic()
             if restarts > config.run.max_restarts:
                 raise
             console.note(
@@ -85,8 +93,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         stack.callback(run_dir.close)
         stack.callback(console.close)
         console.note(f"run directory: {run_dir.path}")
-        watching = asyncio.create_task(stop_on_file(run_dir.path / STOP_FILE, stop, console))
-        stack.callback(watching.cancel)
+        stack.callback(asyncio.create_task(stop_on_file(run_dir.path / STOP_FILE, stop, console)).cancel)
         if done := _finished(config, run_dir):
             console.note(f"this run is finished after {done['rollout_steps']} steps; to go on, raise run.rollout_steps")
             return done

@@ -105,7 +105,7 @@ async def start_run(run: RunBase) -> RunContext:
         ledger.commit()
     mirror, settings = None, flatten(asdict(config))
     if config.monitor.wandb.mode != "off":
-        mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings))
+        mirror = stack.enter_context(WandbMirror(config.monitor.wandb, run_dir.path, settings, run.console.note))
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
     trainer, fleet, timeline, shared_gpu = await _services(run, progress, goes_on=goes_on)
@@ -201,6 +201,7 @@ async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
     if not goes_on:  # before the config: to a later start it would look like one of this
         run_dir.drop_rollout()
+    run_dir.set_summary_aside()
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
     plain = [f"{key.replace('_', ' ')} {value}" for key, value in described.items() if isinstance(value, str | int)]
@@ -227,8 +228,7 @@ def _cluster(run: RunBase) -> Cluster:
     with waits.blocking("Ray start", "Ray", config.run.start_deadline_s, count=lambda: Count(0, 1, "ready")):
         cluster = Cluster(processes=config.actor.layout.world_size, device=config.actor.device)
     run.stack.callback(end)
-    watching = asyncio.create_task(until_lost())
-    run.stack.callback(watching.cancel)
+    run.stack.callback(asyncio.create_task(until_lost()).cancel)
     return cluster
 
 

@@ -53,6 +53,10 @@ class OversamplingLimit(RuntimeError):
     exit_code = 1
 
 
+class NothingKept(OversamplingLimit):
+    """Not one group is of use; a verifier that is repaired must judge others."""
+
+
 def groups_ahead(config: Config, step: int) -> int:
     """Groups of later batches that the servers write while the actor trains on this step's: 0 unless `run.mode` is
     `async`, and after the last step."""
@@ -358,7 +362,7 @@ class DynamicSampler:
         found = f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts"
         found += f" (algorithm.dynamic_sampling.{key})"
         if not batch.kept:
-            raise OversamplingLimit(
+            raise NothingKept(
                 f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
                 f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
             )

@@ -260,8 +260,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, float]:
     clipped_prob = sums.pop("clipped_high_prob", 0.0)
     if sums.get("clipped_high"):
         metrics["clip_high_prob"] = clipped_prob / sums["clipped_high"]
-    own = {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
-    return metrics | own
+    return metrics | {STATISTICS.get(name, f"objective/{name}"): total / tokens for name, total in sums.items()}
 
 
 def expert_metrics(counts: np.ndarray, *, replayed: bool) -> dict[str, float]:

@@ -87,5 +87,4 @@ def _spaced(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
 
 @lru_cache(maxsize=_KEPT)
 def _drawn(count: int, seed: int, epoch: int, file: int) -> np.ndarray:
-    words = [seed, epoch, file] if file else [seed, epoch]
-    return np.random.Generator(np.random.PCG64(words)).permutation(count)
+    return np.random.Generator(np.random.PCG64([seed, epoch, file] if file else [seed, epoch])).permutation(count)

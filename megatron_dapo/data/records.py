@@ -269,7 +269,7 @@ def _text(record: Any, key: str, setting: str, place: str) -> str:
 
 def _column(record: Any, key: str | None) -> Any:
     assert key is not None, "every schema names both columns of a problem"
-    for part in key.split("."):
+    for part in [key] if key in record else key.split("."):
         record = record[part]
     return record
 

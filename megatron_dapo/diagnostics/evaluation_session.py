@@ -243,9 +243,9 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
         ):
             responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules)
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
-            described = described or await _labels(fleet)
+            described = described or await weight_labels(fleet)
             total = len(evaluator.keys)
-            with response_log(out, _settings(config, evaluator, rules, described)) as log:
+            with response_log(out, answer_settings(config, evaluator, rules, described)) as log:
                 if there := sum(key in log.known for key in evaluator.keys):
                     console.note(f"{there} of {total} responses are there already")
                 others = len(log.known) - there  # of problems or samples that are not asked for now
@@ -260,7 +260,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
 
                 answering = evaluator.answer("eval", known=log.known, record=record)
                 answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
-                if weights is None and (now := await _labels(fleet)) != described:
+                if weights is None and (now := await weight_labels(fleet)) != described:
                     aside = (out / RESPONSES).rename(out / f"{RESPONSES}.mixed")
                     raise EvaluationError(
                         f"the servers held {described} and now {now}: {aside} mixes them and is of no use"
@@ -273,9 +273,11 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
                 return write_results(out, evaluator.prompts, answers, about)
 
 
-def _settings(config: Config, evaluator: Evaluator, rules: Rules, weights: dict[str, Any]) -> dict[str, Any]:
+def answer_settings(config: Config, evaluator: Evaluator, rules: Rules, weights: dict[str, Any]) -> dict[str, Any]:
     return {
         "weights": weights,
+        "numbers": [config.model.dtype, config.model.upcasts_head, config.rollout.quantization],
+        "extra_args": list(config.rollout.extra_args),
         "temperature": config.evaluation.temperature,
         "top_p": config.evaluation.top_p,
         "max_new_tokens": config.rollout.longest_response,
@@ -288,9 +290,9 @@ def _settings(config: Config, evaluator: Evaluator, rules: Rules, weights: dict[
     }
 
 
-async def _labels(fleet: RolloutFleet) -> dict[str, Any]:
+async def weight_labels(fleet: RolloutFleet) -> dict[str, Any]:
     """What the servers of `rollout.urls` call their weights."""
-    labels = {member.url: await member.client.weight_label() for member in fleet.members}
+    labels = {member.url: await member.client.weight_label(model=True) for member in fleet.members}
     if len(set(labels.values())) > 1:
         raise EvaluationError(f"the servers hold different weights: {labels}; give them the same ones first")
     return {"label": next(iter(labels.values())), "urls": sorted(labels)}

@@ -56,8 +56,7 @@ class StepTimer:
 
     def __init__(self, spans: SpanFile | None = None) -> None:
         """`spans`: gets each phase as it was, before `move`."""
-        self._spans = spans
-        self._began = time.monotonic()
+        self._spans, self._began = spans, time.monotonic()
         self._seconds = defaultdict(float, dict.fromkeys(PHASES, 0.0))
 
     @contextmanager

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from textwrap import indent
@@ -61,8 +61,8 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
     A step that a resumed run does again keeps its first value there: Weights & Biases takes no step twice.
     """
 
-    def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """`settings`: config key -> value, shown beside the curves.
+    def __init__(self, config: WandbConfig, run_dir: Path, settings: Row, report: Callable[[str], None]) -> None:
+        """`settings`: config key -> value, shown beside the curves. `report`: gets what could not be shown.
 
         Raises:
             ConfigError: Weights & Biases refuses, or cannot be reached.
@@ -70,7 +70,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         # Imported here: few runs use it, and it need not be installed.
         import wandb
 
-        self._wandb, self._samples = wandb, config.samples
+        self._wandb, self._samples, self._report = wandb, config.samples, report
         file = run_dir / ID_FILE
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12] + "\n")
@@ -84,7 +84,9 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
                 mode=config.mode,
                 dir=str(run_dir),
                 config=dict(settings),
-                settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+                settings=wandb.Settings(
+                    silent=True, disable_git=True, disable_code=True, finish_timeout=60, console="off"
+                ),
             )
         except wandb.errors.Error as error:
             raise ConfigError(f"monitor.wandb: {error}; set monitor.wandb.mode=offline to go on without it") from None
@@ -99,10 +101,14 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
             columns = list(dict.fromkeys(key for line in samples for key in line))
             cells = [[str(line.get(key, "")) for key in columns] for line in samples]
             row["responses"] = self._wandb.Table(columns, cells)
-        self._run.log(row, step=int(row["rollout_step"]))
+        try:
+            self._run.log(row, step=int(row["rollout_step"]))
+        except Exception as error:  # its service is a process of its own, and may die
+            self._report(f"monitor.wandb: step {row['rollout_step']} is not shown ({type(error).__name__}: {error})")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._run.finish(exit_code=int(kind is not None))
+        with suppress(Exception):  # the run's own end counts
+            self._run.finish(exit_code=int(kind is not None))
 
 
 FILE = "metrics.jsonl"

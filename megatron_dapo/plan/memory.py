@@ -254,7 +254,7 @@ def host_memory(case: Scenario, mean_tokens: float) -> dict[str, float]:
     state = rank_state(case.hf, config.actor, config.model.dtype, stage=0)
     # The reference's weights, and the rank's own while the reference is swapped in; pinned, each in a power of two.
     reference = 4 * state.parameters if config.algorithm.kl.coefficient > 0 else 0
-    reference += base_bytes(case.hf, config.actor, config.model.dtype)
+    reference += 2 * base_bytes(case.hf, config.actor, config.model.dtype)
     offload, on_cpu, offloaded = config.actor.offload, config.actor.optimizer.on_cpu, 0
     kept = STATE_BYTES[config.actor.optimizer.compact]
     if offload.optimizer_state or offload.between_phases != "none" or on_cpu:

@@ -79,7 +79,7 @@ def named_paths(config: Config) -> list[str]:
     """Model, data and key files, as the config names them."""
     data, reward = config.data, config.reward
     keys = (config.rollout.api_key_file, reward.remote.key_file, reward.remote_environment.key_file)
-    given = (config.model.path, data.path, config.evaluation.path, *keys)
+    given = (config.model.path, config.rollout.speculative.draft_model, data.path, config.evaluation.path, *keys)
     return [text for text in (*given, *(part.path for part in data.mixture)) if text]
 
 
@@ -98,7 +98,8 @@ def mounted(config: Config, *others: Path) -> str:
     paths = [Path(text) for text in texts if not text.startswith("hf://")]
     named = {path.parent if not os.path.exists(path) and set(path.name) & set("*?[") else path for path in paths}
     if len(paths) < len(texts):
-        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+        home = os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")
+        cache = Path(os.environ.get("HF_HUB_CACHE", home))
         cache.mkdir(parents=True, exist_ok=True)
         named.add(cache)
     named |= {file.resolve().parent for file in (model.iterdir() if model.is_dir() else ())}

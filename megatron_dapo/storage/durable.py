@@ -96,7 +96,7 @@ def remove_folder(folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     os.rename(folder, old)
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)  # NFS keeps a file that somebody has open
 
 
 def drop_torn_line(file: Path) -> None:

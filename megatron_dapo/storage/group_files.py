@@ -139,7 +139,6 @@ def _response(entry: dict[str, Any], arrays: Iterable[np.ndarray], routing: np.n
     given = tuple((first, tokens) for first, tokens in entry["given"])
     of = entry["request_id"]
     generation = Generation(request_id=of, finish_reason=reason, given=given, routing=routing, **generated)
-    verdict = Verdict(**entry["verdict"])
-    kept = {key: entry[key] for key in RESPONSE}
+    verdict, kept = Verdict(**entry["verdict"]), {key: entry[key] for key in RESPONSE}
     kept["earlier"] = tuple(EarlierTurn(**turn) for turn in entry["earlier"])
     return ScoredResponse(generation=generation, verdict=verdict, accuracy=verdict.accuracy, **kept)

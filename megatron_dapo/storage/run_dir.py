@@ -212,7 +212,7 @@ class RunDir:
         self.check_there()
         aside = folder.with_name(f".{folder.name}.tmp")
         for left in aside.parent.glob(f".{folder.name.partition('_')[0]}*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         return aside
 
@@ -255,13 +255,17 @@ class RunDir:
         if step not in steps:
             there = ", ".join(f"step {found}" for found in steps) or "none"
             raise RunDirError(f"run.resume_step = {step}: {self.path / 'checkpoints'} holds {there}")
-        summary = self.path / "summary.json"
-        if summary.exists():  # else the run, stopped once more on its way, would be taken for finished
-            os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
+        self.set_summary_aside()
         self._point_latest_at(step)  # first: it must not name what is not there any more
         for later in self.checkpoints():
             if later.step > step:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
+
+    def set_summary_aside(self) -> None:
+        """The run goes on: with a summary it would be taken for finished, and its exported model for the newest."""
+        summary = self.path / "summary.json"
+        if summary.exists():
+            os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
 
     def close(self) -> None:
         self._lock.release()

@@ -113,14 +113,12 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     unordered = truth.brackets in ("", "{}") and answer.brackets in ("", "{}") and len(names - {""}) <= 1
     undecided, remaining = False, list(given)
     for wanted in asked:
-        candidates = remaining if unordered else remaining[:1]
-        verdicts = [compare(item, wanted) for item in candidates]
+        verdicts = [compare(item, wanted) for item in (remaining if unordered else remaining[:1])]
         match = next((i for i, verdict in enumerate(verdicts) if verdict is not None and verdict[0]), None)
         if match is None:
             if not any(verdict is None for verdict in verdicts):
                 return False, Rule.LIST
-            undecided = True
-            match = verdicts.index(None)
+            undecided, match = True, verdicts.index(None)
         del remaining[match]
     return None if undecided else (True, Rule.LIST)
 

@@ -214,8 +214,7 @@ def _block_end(response: str, start: int, end: int) -> int:
     limit = min(end, start + LINE_LIMIT)
     for opener, closer in _BLOCKS.items():
         if response.startswith(opener, start):
-            close = response.find(closer, start + len(opener), limit)
-            return max(close, start)
+            return max(response.find(closer, start + len(opener), limit), start)
     environment = _AROUND["environment"].match(response, start, limit)
     if environment:
         return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)

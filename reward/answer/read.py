@@ -81,8 +81,7 @@ def _read_approximation(exact: Answer, rounded: Answer) -> Answer:
         return replace(rounded, name=exact.body)
     if exact.number is None or rounded.number is None:
         return replace(exact, rounded=rounded)
-    last_place = Fraction(1, 10 ** len(rounded.body.partition(".")[2]))
-    off = abs(exact.number.value - rounded.number.value) >= last_place
+    off = abs(exact.number.value - rounded.number.value) >= Fraction(1, 10 ** len(rounded.body.partition(".")[2]))
     return replace(exact, rounded=rounded, contradicts=exact.contradicts or off)
 
 

@@ -37,9 +37,8 @@ _BATCH_CHARACTERS = 4_000_000
 
 _SLOW_NICENESS = 10
 """One that computes until it is killed takes a tenth of what a fast worker takes."""
-_LOOK_EVERY_S = 10.0
+_LOOK_EVERY_S, _CLOSE_LIMIT_S = 10.0, 15.0
 _START_ATTEMPTS = 3
-_CLOSE_LIMIT_S = 15.0
 _COMPARISONS_KEPT = 10_000
 
 
@@ -60,8 +59,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         """Starts the fast workers in the background; the first verdicts wait for them (about 0.1 s)."""
-        self._config = config
-        self._loop = asyncio.new_event_loop()
+        self._config, self._loop = config, asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._failure: PoolError | None = None
         self._last_progress = 0.0

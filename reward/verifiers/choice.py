@@ -13,8 +13,7 @@ def option(text: str) -> str | None:
     found = OPTION["letter"].fullmatch(text)
     if found is None:
         return None
-    bracketed = found[1] or found[2]
-    rest = found["rest"]
+    bracketed, rest = found[1] or found[2], found["rest"]
     another = "another_label" if bracketed or OPTION["text_of_label"].match(rest) else "another"
     if OPTION[another].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION["denied"].match(rest):
         return None

@@ -51,8 +51,7 @@ def _truth(ground_truth: str) -> Answer:
 
 def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgement | Deferred:
     if len(statement.text) > LINE_LIMIT:
-        extracted = clean(statement.text[:EXTRACTED_LIMIT])
-        return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
+        return Judgement(accuracy=False, extracted=clean(statement.text[:EXTRACTED_LIMIT]), rule=Rule.UNREADABLE)
     stated = read_raw(statement.text, sentences=True)
     extracted = stated.text[:EXTRACTED_LIMIT]
     if _is_placeholder(stated.text, truth, prompt):

@@ -17,8 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_STEP = 16
-SHORTEST_KEYS = 64
+QUERY_STEP, SHORTEST_KEYS = 16, 64
 MASK_ELEMENTS = 1 << 22
 """Most elements of one group's mask; a longer prefill is split over several calls."""
 KEY_ELEMENTS = 1 << 18
@@ -134,8 +133,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             shape = (len(group.bias), group.bias.shape[-1], layer.tp_k_head_num, -1)
             key = keys.index_select(0, group.slots).view(shape).transpose(1, 2).to(q.dtype)  # [B, K, L, D]
             value = values.index_select(0, group.slots).view(shape).transpose(1, 2).to(q.dtype)
-            mine = q if group.rows is None else q[group.rows]
-            result = _attend_group(mine, key, value, group, layer)
+            result = _attend_group(q if group.rows is None else q[group.rows], key, value, group, layer)
             if group.rows is None:
                 return result
             out[group.rows] = result

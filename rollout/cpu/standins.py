@@ -110,5 +110,4 @@ def _usable(spec: ModuleSpec | None) -> bool:
     if spec is None or spec.name != "sgl_kernel":
         return spec is not None
     # The build for CPUs has its library at the top, the one for CUDA has a folder for each GPU architecture.
-    folders = spec.submodule_search_locations or ()
-    return any(any(Path(folder).glob("common_ops.*")) for folder in folders)
+    return any(any(Path(folder).glob("common_ops.*")) for folder in spec.submodule_search_locations or ())

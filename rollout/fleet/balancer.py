@@ -34,8 +34,7 @@ class Balancer:
     """The queue before the servers."""
 
     def __init__(self, members: Sequence[Member], limit: int) -> None:
-        self.members = members
-        self.limit = limit
+        self.members, self.limit = members, limit
         self._window = max(MIN_WINDOW, WINDOW_PER_SERVER * len(members))
         self.is_open = True
         """Whether requests start."""

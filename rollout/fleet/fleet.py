@@ -119,8 +119,7 @@ class RolloutFleet:
             FileNotFoundError, ValueError: the folder is incomplete, or the model's checksums are not known.
             FleetLost: no server within `fleet_deadline_s`.
         """
-        weights = OnDisk(folder=folder.resolve(), checksums=checksums or {})
-        return await self._publisher.publish(weights, weight_version)
+        return await self._publisher.publish(OnDisk(folder=folder.resolve(), checksums=checksums or {}), weight_version)
 
     async def publish_stream(self, stream: WeightStream, weight_version: int) -> PublishReport:
         """The same for weights that the trainer sends from its memory, to servers that are paused before it begins.

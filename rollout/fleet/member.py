@@ -65,11 +65,8 @@ class Member:
 
     def __init__(self, engine: Engine, connect: Callable[[str], SglangClient]) -> None:
         """`connect`: makes a client to the server at a URL."""
-        self.engine = engine
-        self.state = State.STARTING
-        self.reason = ""
-        self.in_flight = 0
-        self.drawing = 0
+        self.engine, self.state, self.reason = engine, State.STARTING, ""
+        self.in_flight, self.drawing = 0, 0
         """Of `in_flight`, those that it answers; the others wait at the gate."""
         self.interruptions = 0
         """Times that its requests were ended, by a publish or by `hold`: whether a request was aborted by one."""

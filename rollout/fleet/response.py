@@ -105,8 +105,7 @@ class Response:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None: it goes on, be it for rows of routing alone."""
-        short = self.request.routing is not None and self.routed < self.prompt_ids.size - 1
-        return None if short else self._end
+        return self._end if self.request.routing is None or self.routed >= self.prompt_ids.size - 1 else None
 
     @property
     def _end(self) -> FinishReason | None:

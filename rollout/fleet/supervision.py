@@ -57,8 +57,7 @@ class Supervisor:
 
     def watch(self) -> None:
         """Begins to watch the servers, once they are started."""
-        watches = [self._watch_fleet(), *map(self._watch, self.members)]
-        self._tasks = [asyncio.ensure_future(watch) for watch in watches]
+        self._tasks = [asyncio.ensure_future(watch) for watch in [self._watch_fleet(), *map(self._watch, self.members)]]
 
     async def close(self) -> None:
         """Ends all watching."""
@@ -308,8 +307,7 @@ class Supervisor:
             try:
                 return await self._restart(member)
             except Exception as error:  # whatever it was: this task is the only one that brings the server back
-                backoff_s = self.timing.backoff_s(attempt)
-                member.restart_deadline = 0.0
+                backoff_s, member.restart_deadline = self.timing.backoff_s(attempt), 0.0
                 member.enter(State.DOWN, (str(error) or type(error).__name__).splitlines()[0])
                 self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
             await asyncio.sleep(backoff_s)
@@ -320,8 +318,7 @@ class Supervisor:
             member.restarts += 1
             while not self._may_start.is_set():
                 await self._may_start.wait()
-            weights = await self.publisher.to_start_with()
-            start = asyncio.ensure_future(member.engine.restart(weights))
+            start = asyncio.ensure_future(member.engine.restart(await self.publisher.to_start_with(member)))
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
             await start

@@ -41,8 +41,7 @@ from rollout.wire.client import ServerInfo
 
 T = TypeVar("T")
 
-_DRAIN_POLL_S = 0.02
-_ABORT_AGAIN_S = 0.5
+_DRAIN_POLL_S, _ABORT_AGAIN_S = 0.02, 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +159,8 @@ class Publisher:
                 folder = await published.folder()
                 if folder is None:
                     member.reason = f"weight version {published.weight_version} is gone; it waits for the next publish"
+                    # The update that it waits for has a deadline of its own.
+                    member.restart_deadline = float("inf")
                     await published.superseded.wait()
                     continue
                 published.keeping -= {member}
@@ -174,13 +175,14 @@ class Publisher:
                 self.balancer.dispatch()
                 return
 
-    async def to_start_with(self) -> tuple[Path, str] | None:
+    async def to_start_with(self, member: Member) -> tuple[Path, str] | None:
         """The folder and the label of the weights that a server must be started with, since it can read no others
         later; None: any. Waits for the next publish where they are on no disk."""
         while self.config.speculates and (published := self.current) is not None:
             folder = await published.folder()
             if folder is not None:
                 return folder, published.label
+            member.restart_deadline = float("inf")
             await published.superseded.wait()
         return None
 

@@ -100,8 +100,7 @@ class LocalServer:
     ours = True
 
     def __init__(self, config: RolloutConfig, spec: ServerSpec) -> None:
-        self.config = config
-        self.spec = spec
+        self.config, self.spec = config, spec
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
         self._held = ExitStack()

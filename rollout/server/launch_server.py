@@ -35,6 +35,7 @@ OFFLINE = {
 }
 SERVER = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers while paused, and costs no token
+    "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # of FP8's kernels: all shapes take 10 to 20 minutes on a new machine
     "SGL_FORCE_SHUTDOWN": "1",  # SIGTERM does not wait for requests; 0.5.17 warns of this name and reads no other
 }
 CPU = {
@@ -57,23 +58,26 @@ RENDEZVOUS = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _OTHER_RENDEZVOUS = ("--dist-init-addr", "--nccl-port", "--nnodes", "--dp-size", "--data-parallel-size", "--dp")
 """Arguments of servers whose processes have another rendezvous, or more than one."""
 
+_DRAFT = "--speculative-draft-model-path"
+
 _ENTRY_POINT = "rollout.cpu.plugin:register"
 
 
 def environment(arguments: Sequence[str]) -> dict[str, str]:
     """Variables that a server with these `arguments` needs, for itself and the processes it spawns."""
+    # A draft may know fewer positions than the model, whose own are checked: it then guesses worse beyond them.
+    longer = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if _values(arguments, _DRAFT) else {}
     # SGLang's list of arguments is to be had on any machine, also where no GPU package is.
     if "cpu" not in _values(arguments, "--device") and "--help" not in arguments:
-        return OFFLINE | SERVER | (MEMORY_SAVER if "--enable-memory-saver" in arguments else {})
-    deterministic = "--enable-deterministic-inference" in arguments
-    mode = cpu.CpuMode.DETERMINISTIC if deterministic else cpu.CpuMode.FAST
+        return OFFLINE | SERVER | longer | (MEMORY_SAVER if "--enable-memory-saver" in arguments else {})
+    mode = cpu.CpuMode.DETERMINISTIC if "--enable-deterministic-inference" in arguments else cpu.CpuMode.FAST
     sizes = [int(size) for flag in ("--tp", "--tp-size", "--tensor-parallel-size") for size in _values(arguments, flag)]
     parallel = max(sizes, default=1)
     # One core a scheduler process; SGLang refuses a tensor-parallel size over the NUMA nodes without it.
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(parallel))
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": binding} if parallel > 1 else {}
-    return OFFLINE | SERVER | CPU | {cpu.SWITCH: mode} | bound
+    return OFFLINE | SERVER | longer | CPU | {cpu.SWITCH: mode} | bound
 
 
 def _values(arguments: Sequence[str], flag: str) -> list[str]:

@@ -107,8 +107,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         arguments |= {"--speculative-num-draft-tokens": str(tokens)} if tokens else {}
         if spec.draft_model is not None:
             arguments["--speculative-draft-model-path"] = str(spec.draft_model)
-            chain = {"--speculative-num-steps": str(tokens - 1), "--speculative-eagle-topk": "1"} if tokens else {}
-            arguments |= chain
+            arguments |= {"--speculative-num-steps": str(tokens - 1), "--speculative-eagle-topk": "1"} if tokens else {}
             flags += ["--enable-draft-weights-cpu-backup"] if spec.shares_memory else []
     if config.quantization_config is not None:
         # Plain weights are then cast to FP8, without scales: such a server draws nothing before its first publish.
@@ -131,8 +130,7 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
             # With -1, which is no limit, SGLang makes room for the experts of its running responses' last tokens alone.
             arguments["--chunked-prefill-size"] = str(kv_cache_tokens if spec.routed_experts else -1)
     if spec.nodes > 1:
-        nodes = {"--nnodes": str(spec.nodes), "--node-rank": str(spec.node_rank), "--dist-init-addr": spec.meeting}
-        arguments |= nodes
+        arguments |= {"--nnodes": str(spec.nodes), "--node-rank": str(spec.node_rank), "--dist-init-addr": spec.meeting}
     if kv_cache_tokens is not None:
         arguments["--max-total-tokens"] = str(kv_cache_tokens)
     return [word for pair in arguments.items() for word in pair] + flags + list(config.extra_args)

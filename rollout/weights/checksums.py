@@ -248,8 +248,7 @@ def cuda_sum(parts: Sequence[Tensor]) -> Tensor:
     size, device = sum(part.numel() * part.element_size() for part in parts), parts[0].device
     size += -size % 4
     total, begin = torch.zeros((), dtype=torch.int64, device=device), 0
-    inside = torch.arange(_TILE_WORDS, dtype=torch.int32, device=device)
-    factors, turns = _positions(inside, with_seed=True)
+    factors, turns = _positions(torch.arange(_TILE_WORDS, dtype=torch.int32, device=device), with_seed=True)
     for run in _whole_tiles(parts):
         words = -(-run.numel() // 4)
         if missing := -run.numel() % _TILE_BYTES:

@@ -82,8 +82,7 @@ class DeltaTransport(GroupTransport):
 
     def left_out(self, sent: Sent) -> Sent:
         """`sent`, without what stayed here."""
-        changed = 1 - self._unchanged / max(1, sent.bytes)
-        return replace(sent, bytes=sent.bytes - self._saved, changed=changed)
+        return replace(sent, bytes=sent.bytes - self._saved, changed=1 - self._unchanged / max(1, sent.bytes))
 
     def _calls(self, bucket: Any, size: int, counts: list[int], clients: Clients, label: str | None) -> dict[str, Any]:
         """In which the servers receive `size` bytes."""

@@ -82,8 +82,7 @@ class SglangClient:
         self, url: str, *, request_deadline_s: float, control_deadline_s: float = 30.0, api_key: str | None = None
     ) -> None:
         """Made in the event loop that it is used in. `api_key`: for a server that asks for one."""
-        self.url = url.rstrip("/")
-        self.request_deadline_s = request_deadline_s
+        self.url, self.request_deadline_s = url.rstrip("/"), request_deadline_s
         self.control_deadline_s = control_deadline_s
         # Neither a proxy from the environment nor cookies: servers are addressed directly.
         self._session = aiohttp.ClientSession(
@@ -188,10 +187,10 @@ class SglangClient:
             waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
             return ServerLoad(kv_use=max(float(rank["token_usage"]) for rank in ranks), waiting=waiting)
 
-    async def weight_label(self) -> str:
-        """The server's name of its weights."""
+    async def weight_label(self, *, model: bool = False) -> str:
+        """The server's name of its weights, "default" where a person started it. `model`: after the model's."""
         async with self.json("/model_info") as answer:
-            return str(answer["weight_version"])
+            return f"{answer['model_path']} {answer['weight_version']}" if model else str(answer["weight_version"])
 
     async def abort(self, rid: str | None) -> None:
         """Ends the request with this id, or every request; each answers with what it has drawn so far."""

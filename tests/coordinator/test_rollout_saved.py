@@ -15,6 +15,7 @@ from megatron_dapo.cluster.waits import Stalled, StopRequested
 from megatron_dapo.coordinator import checkpoints as module
 from megatron_dapo.coordinator.batch import MismatchStop
 from megatron_dapo.coordinator.checkpoints import load_progress, with_rollout
+from megatron_dapo.coordinator.sampler import NothingKept, OversamplingLimit
 from megatron_dapo.experience.groups import SamplerState, unjudged
 from megatron_dapo.storage.run_dir import RunDir
 from rollout.errors import FleetLost
@@ -224,9 +225,16 @@ def test_it_belongs_to_one_step(saved, at):
     assert found(saved) == ([], [], []), "nor may a run that comes there again, with other weights, use it"
 
 
-@pytest.mark.parametrize(
-    "key", ["reward.verifier", "reward.by_source", "algorithm.overlong.buffer", "data.verifier_key"]
-)
+JUDGED = ["reward.verifier", "reward.by_source", "reward.remote.url", "algorithm.overlong.buffer", "data.verifier_key"]
+LIMITS = ["reward.remote.deadline_s", "reward.timeout_s", "reward.memory_mb", "reward.workers", "data.broken_rows"]
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_a_limit_that_is_raised_costs_no_token(saved, key):
+    assert found(saved, changes=[f"{key} = 1 from here on; the run in run had 2"])[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("key", JUDGED)
 def test_what_was_judged_by_other_rules_is_drawn_again(saved, key):
     line = "= 1 from here on; the run in run had 2"
     assert found(saved, changes=[f"rollout.memory_fraction {line}", f"algorithm.clip.high {line}"])[0] == [0, 1, 2]
@@ -270,11 +278,20 @@ def test_tokens_of_weights_that_are_lost_are_left_out(run):  # noqa: F811
     assert found(run(lambda *_: asyncio.sleep(0)).run_dir)[:2] == ([0, 1], [3])
 
 
-def test_tokens_over_which_engine_and_trainer_disagree_stop_no_second_run(saved, run):  # noqa: F811
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (MismatchStop("the servers do not hold the trainer's model"), False),
+        (NothingKept("a verifier that judged all wrong, and is repaired"), False),
+        (OversamplingLimit("raise the limit"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_stop_the_next_run_too_is_not_kept(saved, run, error, kept):  # noqa: F811
     async def test(checkpoints, ranks, around):
         async with checkpoints.kept_on_failure(BEGIN, look(5)):
-            raise MismatchStop("the servers do not hold the trainer's model")
+            raise error
 
-    with pytest.raises(MismatchStop):
+    with pytest.raises(type(error)):
         run(test)
-    assert not saved.rollout.exists()
+    assert saved.rollout.exists() is kept

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.cluster.trainer import TrainerLost
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import run
@@ -177,3 +178,44 @@ def test_lost_ranks_restart_a_run_so_often_without_a_new_checkpoint_as_the_confi
     with pytest.raises(TrainerLost):
         asyncio.run(run.run_with_restarts(config, None, SimpleNamespace(note=lambda line: None), None))
     assert resumed == begun
+
+
+@pytest.mark.parametrize(("left_s", "begun"), [(60.0, 4), (1e-9, 2)], ids=["in time", "too late"])
+def test_the_place_of_a_lost_rank_may_come_back(left_s, begun, monkeypatch):
+    starts, notes = [], []
+
+    async def started(config, inputs, console, stop):
+        starts.append(config.run.resume)
+        if len(starts) == 1:
+            raise TrainerLost("rank 0: its process ended")
+        if len(starts) < 4:
+            raise PlacementError("no node has room for a group of ranks")
+        return {"rollout_steps": 5}
+
+    monkeypatch.setattr(run, "run", started)
+    monkeypatch.setattr(run, "newest_step", lambda path: 0)
+    monkeypatch.setattr(run, "PLACE_AGAIN_S", 0.01)
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml")
+    config = replace(config, run=replace(config.run, start_deadline_s=left_s))
+
+    async def whole():
+        stop = asyncio.get_running_loop().create_future()
+        return await run.run_with_restarts(config, None, SimpleNamespace(note=notes.append), stop)
+
+    if begun < 4:
+        with pytest.raises(PlacementError):
+            asyncio.run(whole())
+    else:
+        assert asyncio.run(whole()) == {"rollout_steps": 5}
+        assert "looking again" in notes[-1]
+    assert starts == [False, *[True] * (begun - 1)]
+
+
+def test_a_first_start_without_room_ends_at_once(monkeypatch):
+    async def started(config, inputs, console, stop):
+        raise PlacementError("no node has room for a group of ranks")
+
+    monkeypatch.setattr(run, "run", started)
+    config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml")
+    with pytest.raises(PlacementError):
+        asyncio.run(run.run_with_restarts(config, None, SimpleNamespace(note=print), None))

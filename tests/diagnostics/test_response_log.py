@@ -1,9 +1,24 @@
 """Responses on disk: none is lost, none is asked for twice, none of another evaluation is taken over."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_dapo.diagnostics.evaluation_session import RESPONSES, EvaluationError, locked, response_log
+from megatron_dapo.config import load_config
+from megatron_dapo.diagnostics.evaluation_session import (
+    RESPONSES,
+    EvaluationError,
+    answer_settings,
+    locked,
+    response_log,
+    weight_labels,
+)
 from megatron_dapo.experience.evaluation import Answer
+from tests.processes import ROOT
+from tests.rollout.fleet_kit import fleet_of, run
+from tests.rollout.standin import StandIn
+
+QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
 ANSWER = Answer(
@@ -65,3 +80,28 @@ def test_one_process_writes_at_a_time(tmp_path):
         pass
     with locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    "key", ["model.dtype=float32", "model.fp32_head=true", "rollout.extra_args=[--disable-radix-cache]"]
+)
+def test_numbers_of_another_kind_are_other_responses(key):
+    sampling = SimpleNamespace(sampling=SimpleNamespace(stop_token_ids=(2,)))
+    evaluator = SimpleNamespace(modes=[sampling], prompts=[])
+    words = ["model.dtype=bfloat16"]
+    one, other = (load_config(QUICKSTART, each) for each in (words, [*words, key]))
+    assert answer_settings(one, evaluator, None, {}) != answer_settings(other, evaluator, None, {})
+
+
+def test_two_models_that_servers_hold_under_one_name_are_told_apart():
+    """SGLang calls the weights of any server that is started by hand "default"."""
+
+    async def test():
+        server = StandIn()
+        async with fleet_of(server) as fleet:
+            server.label, found = "default", []
+            for server.model in ("a", "b"):
+                found.append(await weight_labels(fleet))
+            assert found[0] != found[1]
+
+    run(test)

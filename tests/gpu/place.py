@@ -22,7 +22,7 @@ from tests.actor.tiny import save_tiny
 DEVICE: Literal["cpu", "cuda"] = "cpu" if os.environ.get("GPU_TESTS_DEVICE") == "cpu" else "cuda"
 ON_CPU = DEVICE == "cpu"
 DTYPES = ["float32"] if ON_CPU else ["bfloat16", "float32"]
-START_S = 180.0
+START_S = 300.0
 VOCABULARY = 4096
 T = TypeVar("T")
 

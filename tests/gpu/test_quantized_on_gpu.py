@@ -32,7 +32,7 @@ from tools.rank_pool import RankPlace
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(ON_CPU, reason="SGLang multiplies in FP8 on GPUs alone"),
 ]
 LARGEST_GAP = 0.2

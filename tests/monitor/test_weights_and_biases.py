@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,7 +101,7 @@ def kept(run_dir) -> list[dict]:
 def test_an_offline_run_keeps_metrics_config_and_how_it_ended(tmp_path):
     config = WandbConfig(mode="offline", name="mine")
     for steps in ((1, 2), (2, 3)):  # the second is the same run, resumed after step 1
-        with WandbMirror(config, tmp_path, {"algorithm.clip.high": 0.28}) as mirror:
+        with WandbMirror(config, tmp_path, {"algorithm.clip.high": 0.28}, print) as mirror:
             for step in steps:
                 values = {"rollout_step": step, "optimizer_step": 4 * step, "entropy": step / 10, "loss": None}
                 mirror.write(values, {}, [])
@@ -119,7 +120,7 @@ def test_an_offline_run_keeps_metrics_config_and_how_it_ended(tmp_path):
 @needs_wandb
 def test_a_run_that_fails_is_marked_so(tmp_path):
     def fail():
-        with WandbMirror(WandbConfig(mode="offline"), tmp_path, {}):
+        with WandbMirror(WandbConfig(mode="offline"), tmp_path, {}, print):
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -129,7 +130,34 @@ def test_a_run_that_fails_is_marked_so(tmp_path):
 
 @needs_wandb
 def test_responses_are_sent_where_it_is_asked_for(tmp_path):
-    with WandbMirror(WandbConfig(mode="offline", samples=True), tmp_path, {}) as mirror:
+    with WandbMirror(WandbConfig(mode="offline", samples=True), tmp_path, {}, print) as mirror:
         mirror.write({"rollout_step": 1}, {}, [{"response": "abc", "accuracy": True}])
     (row,) = kept(tmp_path)[0]["history"]
     assert (row["responses.ncols"], row["responses.nrows"]) == (2, 1)
+
+
+def test_a_service_that_dies_costs_the_run_nothing(tmp_path, monkeypatch):
+    class Broken:
+        def define_metric(self, *_, **__):
+            pass
+
+        def log(self, row, step):
+            raise ConnectionResetError("Connection lost")
+
+        def finish(self, exit_code):
+            raise ConnectionResetError("Connection lost")
+
+    options = {}
+    module = SimpleNamespace(
+        init=lambda **_: Broken(),
+        Settings=lambda **given: options.update(given),
+        errors=SimpleNamespace(Error=RuntimeError),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    told = []
+    with WandbMirror(WandbConfig(mode="online"), tmp_path, {}, told.append) as mirror:
+        writer = MetricsWriter(tmp_path, tensorboard=False, mirror=mirror)
+        writer.write({"rollout_step": 3, "optimizer_step": 4, "entropy": 0.5})
+        writer.close()
+    assert told == ["monitor.wandb: step 3 is not shown (ConnectionResetError: Connection lost)"]
+    assert options["finish_timeout"] == 60, "an end that waits for the network for ever is killed by Slurm"

@@ -59,7 +59,7 @@ class StandIn:
         self.ours = True
         self.seconds_a_token = seconds_a_token
         self.loaded: Path | None = weights
-        self.label = "0"
+        self.label, self.model = "0", "model"
         self.starts = 0
         self.closed = False
         self.healthy = True
@@ -192,7 +192,7 @@ class StandIn:
         return web.json_response(info | self.says)
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.label})
+        return web.json_response({"weight_version": self.label, "model_path": str(self.loaded or self.model)})
 
     async def _loads(self, request: web.Request) -> web.Response:
         if self.load is None:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file, replace_folder
+from megatron_dapo.storage.durable import (
+    FolderHeld,
+    drop_torn_line,
+    lock_folder,
+    remove_folder,
+    replace_file,
+    replace_folder,
+)
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 from tests.processes import ROOT
 
@@ -100,6 +107,19 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     (tmp_path / ".file.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*\.file\.tmp'"):
         replace_file(tmp_path / "file", "x")
+
+
+def test_a_folder_that_somebody_reads_is_gone_under_its_name_all_the_same(tmp_path, monkeypatch):
+    """NFS keeps a file that is open, under another name, and its folder with it."""
+    (tmp_path / "step_1").mkdir()
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as nfs:
+        nfs.setattr(os, "rmdir", busy)
+        remove_folder(tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()
 
 
 def test_a_killed_holder_holds_nothing(tmp_path):

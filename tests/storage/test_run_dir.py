@@ -272,6 +272,23 @@ def test_a_run_that_goes_back_is_not_finished_any_more(begun):
     assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
 
 
+def test_a_run_that_goes_on_is_not_finished_any_more(begun):
+    run_dir, _ = begun
+    run_dir.set_summary_aside()
+    for steps in (1, 2):
+        run_dir.write_json("summary.json", {"rollout_steps": steps})
+        run_dir.set_summary_aside()
+    assert not (run_dir.path / "summary.json").exists()
+    assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
+
+
+def test_a_resume_keeps_the_type_of_the_weights(begun):
+    """Each rank holds masters of its own part alone: as float32 weights they would differ from rank to rank."""
+    run_dir, file = begun
+    with pytest.raises(RunDirError, match=r"model\.dtype = float32: .* begun with bfloat16"):
+        check_resume(load_config(file, ["model.dtype=float32"]), inputs(), run_dir)
+
+
 def test_a_resume_neither_begins_nor_ends_routing_replay(begun):
     """Carried groups come with the experts of their tokens, or without."""
     run_dir, file = begun

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,14 @@ import yaml
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.actor.checkpoint.checkpoint_files import STATE_FILE, check_whole, digest_of, put_in_place, state_text
+from megatron_dapo.actor.checkpoint.checkpoint_files import (
+    STATE_FILE,
+    CheckpointDamagedError,
+    check_whole,
+    digest_of,
+    put_in_place,
+    state_text,
+)
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.weights.hf_files import (
     FolderPlan,
@@ -187,12 +194,17 @@ def actor_folder(folder: Path) -> Path:
 
 def adapters_in(folder: Path) -> dict[str, Any]:
     """What `actor.json` says of LoRA adapters, if they are all that the checkpoint holds."""
-    extra: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())["extra"]
+    file = folder / STATE_FILE
+    try:
+        extra: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["extra"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamagedError(f"{file} is missing or damaged ({error})") from None
     return extra if "lora" in extra else {}
 
 
 def base_of(checkpoint: Path) -> Path:
-    """Where config and tokenizer are: in a converted checkpoint, or where the config of its run says.
+    """Where config and tokenizer are: in a converted checkpoint, or where the config of its run says; a relative path
+    begins where the run was started, or else here.
 
     Raises:
         ConfigError: neither is there, or that config cannot be read.
@@ -204,9 +216,16 @@ def base_of(checkpoint: Path) -> Path:
     run_config = above[2] / "config.yaml" if len(above) > 2 else None
     if run_config is not None and run_config.is_file():
         try:
-            return Path(yaml.safe_load(run_config.read_text(encoding="utf-8"))["model"]["path"])
+            model = Path(yaml.safe_load(run_config.read_text(encoding="utf-8"))["model"]["path"])
         except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             raise ConfigError(f"{run_config}: says no model.path ({error!r}); give --base") from None
+        began = Path()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            began = Path(json.loads(run_config.with_name("manifest.json").read_text(encoding="utf-8"))["folder"])
+        for folder in (began / model, model):
+            if folder.is_dir():
+                return folder
+        raise ConfigError(f"{run_config}: model.path = {model} is not here; give --base, a folder with that model")
     raise ConfigError(f"{checkpoint}: no checkpoints/step_N of a run; name one, or give --base, its model.path")
 
 

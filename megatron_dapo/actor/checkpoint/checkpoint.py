@@ -41,6 +41,9 @@ EXTRA_STATE = "_extra_state"
 any FP8 recipe of `actor.fp8_recipe`; so none is asked for, and a checkpoint is read with and without
 TransformerEngine."""
 
+COMMON_BYTES = 2**22
+"""More than Megatron's common values and the random states of some hundred ranks."""
+
 
 def begin(folder: Path, optimizer: ActorOptimizer, layout: LayoutConfig, *, background: bool) -> "PendingSave":
     """Begin a checkpoint in `folder` (on a file system that all ranks see); one that stands there is replaced.
@@ -171,8 +174,7 @@ def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any
     for name, chunk in _named_chunks(optimizer).items():
         shards = adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)
         state[name] = {key: shard for key, shard in shards.items() if not (loading and EXTRA_STATE in key)}
-    model_state = state.get("model", dict(state))
-    return state | {"optimizer": optimizer.sharded_state(model_state, metadata, loading=loading)}
+    return state | {"optimizer": optimizer.sharded_state(state.get("model", dict(state)), metadata, loading=loading)}
 
 
 def _all_random_states() -> list[dict[str, Any]]:
@@ -191,9 +193,12 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _make_empty(aside: Path) -> None:
-    """A fresh folder; what a killed save left there goes."""
+    """A fresh folder; what a killed save left there goes. Without room for Megatron's common values, which it writes on
+    rank 0 while the others wait, nothing begins."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    replace_file(aside / "room", " " * COMMON_BYTES)
+    (aside / "room").unlink()
 
 
 def _on_rank_0(folder: Path, action: Callable[[], None]) -> None:

@@ -130,8 +130,7 @@ def check_whole(
     wanted = read_manifest(folder)
     names = sorted(wanted)
     with ThreadPoolExecutor(READERS) as readers:
-        digests = readers.map(lambda name: digest_of(folder / name), names[share])
-        own = dict(zip(names[share], digests, strict=True))
+        own = dict(zip(names[share], readers.map(lambda name: digest_of(folder / name), names[share]), strict=True))
     found = {name: digest for part in gather(own) for name, digest in part.items()}
     damaged = [name for name in names if found[name] != wanted[name]]
     if damaged:

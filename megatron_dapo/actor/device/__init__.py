@@ -83,8 +83,7 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
         cpu.install()
     else:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         _check_transformer_engine()
     with warnings.catch_warnings():
         # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.

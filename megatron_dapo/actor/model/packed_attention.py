@@ -187,8 +187,7 @@ class PackedAttention(MegatronModule):
             gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self.context_group)
             key, value = gathered.unbind(1)
         if plan.equal:
-            batch = [x.unflatten(0, (len(plan.lengths), -1)) for x in (query, key, value)]
-            return self._attend(*batch, mask=None)
+            return self._attend(*[x.unflatten(0, (len(plan.lengths), -1)) for x in (query, key, value)], mask=None)
         outputs = []
         if plan.alone:
             # One split for all: its backward is one concatenation, that of a slice each would be a full-sized sum each.

@@ -50,6 +50,8 @@ PIECE_BYTES = 2**20
 class WeightsError(ValueError):
     """Weights that do not fit the model; the message names the tensor and the file."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
@@ -80,7 +82,7 @@ class SafetensorsReader:
                     with safe_open(file, framework="np"):  # checks that the header is sound and the file not cut
                         self._places |= _places(opened.enter_context(file.open("rb")))
                 except (OSError, SafetensorError) as error:
-                    raise WeightsError(f"{file}: {error}; fetch it again") from error
+                    raise WeightsError(f"{file}: {error}; fetch it again, as safetensors") from error
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 budget. Gathered parameter by parameter, nowhere whole."""
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -147,6 +148,7 @@ def export_hf(
             plan.finish(partial, folder, source_folder, quantization)
         except (OSError, WeightsError) as error:
             failure = [str(error)]
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk should be no fuller than before
     for _ in tensors:
         pass  # the other ranks send all of them, also after a failure on rank 0
     dist.broadcast_object_list(failure, src=0)

@@ -173,8 +173,7 @@ class Adapters:
 
     def files(self, chunks: Sequence[Module], hf: HFModelConfig, base: str) -> dict[str, bytes]:
         """`adapter_files`; empty tensors elsewhere than on global rank 0."""
-        tensors = dict(hf_tensors(chunks, hf, dtype=torch.float32, shards=self.shards))
-        return adapter_files(self.config, tensors, base)
+        return adapter_files(self.config, dict(hf_tensors(chunks, hf, dtype=torch.float32, shards=self.shards)), base)
 
 
 def adapter_files(lora: LoraConfig, tensors: dict[str, Tensor], base: str) -> dict[str, bytes]:

@@ -33,9 +33,7 @@ def quantized_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[i
 
 def stored_dtype(name: str, names: Container[str], dtype: torch.dtype) -> torch.dtype:
     """Type of a tensor among `names`; `dtype`: of those that are not quantized."""
-    if name.endswith(SCALE):
-        return torch.float32
-    return torch.float8_e4m3fn if name + SCALE in names else dtype
+    return torch.float32 if name.endswith(SCALE) else torch.float8_e4m3fn if name + SCALE in names else dtype
 
 
 def quantized(tensors: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:

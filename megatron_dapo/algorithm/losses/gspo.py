@@ -35,5 +35,4 @@ class GSPO:
         mean = response_mean(log_probs - columns.old_log_probs, columns)
         ratio, advantages = mean.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp(), columns.advantages
         loss = clipped_surrogate(ratio, advantages, low=self.low, high=self.high)
-        stats = clip_stats(ratio.detach(), advantages, 1 - self.low, 1 + self.high)
-        return TokenLoss(loss=loss, stats=stats)
+        return TokenLoss(loss=loss, stats=clip_stats(ratio.detach(), advantages, 1 - self.low, 1 + self.high))

@@ -148,6 +148,26 @@ def test_a_writer_that_fails_is_named_on_every_rank_and_leaves_nothing(gloo, mod
         assert later == ["1", "3"]
 
 
+def beginning_without_room(place: RankPlace, folder: Path, data: Columns, target: Path) -> str:
+    """Rank 0's disk has no room even for what Megatron writes there while the other ranks wait."""
+    trained = Trained(place, folder, {"tensor": 2}, data, {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if place.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            trained.actor.begin_checkpoint(target / "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_when_one_begins_is_named_on_every_rank(gloo, model, data, tmp_path):
+    for message in gloo(2, beginning_without_room, model, data, tmp_path):
+        assert message.startswith(f"{tmp_path / '1'}: the checkpoint could not be written: ")
+        assert "File too large" in message
+
+
 def dying(place: RankPlace, folder: Path, data: Columns, target: Path) -> None:
     """A whole checkpoint, then a process that ends while it writes the next one."""
     trained = Trained(place, folder, {}, data, {})

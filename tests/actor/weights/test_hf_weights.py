@@ -3,6 +3,7 @@
 import json
 import math
 import operator
+import resource
 from pathlib import Path
 from types import MappingProxyType
 
@@ -121,6 +122,21 @@ def test_an_export_that_cannot_be_written_fails_on_every_rank(gloo, models, tmp_
     (tmp_path / "file").write_text("not a folder")
     for error in gloo(2, export_error, models[0], {"tensor": 2}, tmp_path / "file"):
         assert str(tmp_path / "file") in error
+
+
+def export_without_room(place: RankPlace, folder: Path, out: Path) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        return export_error(place, folder, {}, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_an_export_to_a_full_disk_leaves_it_no_fuller(gloo, models, tmp_path):
+    (error,) = gloo(1, export_without_room, models[0], tmp_path)
+    assert "File too large" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def export_error(place: RankPlace, folder: Path, layout: dict, out: Path) -> str:

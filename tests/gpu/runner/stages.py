@@ -56,7 +56,7 @@ STAGES = (
     _stage("update speed", "throughput", "tokens/s and MFU of an update at true widths", 240, 360, **QUIET),
     _stage("speculation", "speculative", "drafted tokens are the model's: log-probs and distribution", 60, 240),
     _stage(
-        "FP8 rollouts", "quantized", "an FP8 server by every way; checksums; gaps in log-probs", 90, 300, alone=True
+        "FP8 rollouts", "quantized", "an FP8 server by every way; checksums; gaps in log-probs", 90, 500, alone=True
     ),
     _stage("two GPUs: layouts", "layouts", "TP2, PP2, DP2 and, with TE, CP2 over NCCL are one GPU", 120, 240, gpus=2),
     _stage("two GPUs: publish", "nccl_publish", "weights by NCCL to a server on another GPU", 100, 240, gpus=2),

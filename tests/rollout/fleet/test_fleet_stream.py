@@ -214,6 +214,23 @@ def test_weights_that_are_gone_are_not_served_and_the_next_ones_are(folders: lis
     run(test)
 
 
+def test_a_lone_server_waits_for_the_next_publish_for_as_long_as_the_update_takes(folders: list[Path]) -> None:
+    async def test() -> None:
+        server = StandIn()
+        timing = replace(FAST, load_deadline_s=0.3)
+        async with fleet_of(server, timing=timing, start_s=0.5, fleet_deadline_s=0.2) as fleet:
+            await fleet.publish_stream(FromMemory(folders[0], server, writes=False), 1)
+            await server.die()
+            await until(lambda: "waits for the next publish" in fleet.members[0].reason)
+            answer = asyncio.ensure_future(fleet.generate(request()))
+            await asyncio.sleep(1.5)
+            assert not answer.done(), "lost, though it only waits"
+            await fleet.publish_stream(FromMemory(folders[1], server), 2)
+            assert set((await answer).weight_versions) == {2}
+
+    run(test)
+
+
 def test_with_every_server_lost_a_publish_ends_by_its_deadline(folders: list[Path]) -> None:
     async def test() -> None:
         server = StandIn()

@@ -10,6 +10,7 @@ from megatron_dapo.config import ConfigError, load_config
 from rollout.config import RolloutConfig, SpeculativeConfig
 from rollout.errors import ServerUnfit, WeightMismatch
 from rollout.fleet.fleet import RolloutFleet
+from rollout.server import launch_server
 from rollout.server.server_command import server_arguments
 from rollout.weights.transport import Failure
 from tests.config.test_load import MINIMAL
@@ -166,3 +167,15 @@ def test_a_draft_model_that_a_publish_changed_is_found(folders: list[Path]) -> N
                 await fleet.publish_stream(FromMemory(folders[0], server), 3)
 
     run(test)
+
+
+def test_a_draft_may_know_fewer_positions_than_the_model() -> None:
+    """SGLang gives it the model's context length and refuses one that its config does not have."""
+    variable = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+    config = RolloutConfig(speculative=SpeculativeConfig(algorithm="eagle3", draft_model="draft", draft_tokens=5))
+    for device in ("cuda", "cpu"):
+        drafting = server_arguments(config, spec(device=device, dtype="bfloat16", draft_model=Path("/draft")), 31000)
+        assert launch_server.environment(drafting)[variable] == "1"
+        plain = server_arguments(RolloutConfig(), spec(device=device, dtype="bfloat16"), 31000)
+        assert variable not in launch_server.environment(plain), "the model's own positions count"
+    assert f"{variable} = EnvBool" in sglang_text("environ.py")

@@ -74,6 +74,12 @@ def test_nothing_of_the_cpu_support_is_in_a_gpu_server() -> None:
     assert launch_server.environment(arguments).keys() & {*launch_server.CPU, SWITCH} == set()
 
 
+def test_the_kernels_of_fp8_are_not_compiled_for_every_shape_at_the_start() -> None:
+    arguments = server_arguments(RolloutConfig(quantization="fp8"), spec(device="cuda", dtype="bfloat16"), 31000)
+    assert launch_server.environment(arguments)["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] == "1"
+    assert "SGLANG_JIT_DEEPGEMM_FAST_WARMUP" in sglang_text("layers/deep_gemm_wrapper/compile_utils.py")
+
+
 SAVER = ("--enable-memory-saver", "--enable-weights-cpu-backup", "--cuda-graph-backend-prefill")
 
 
