@@ -141,7 +141,7 @@ class RolloutConfig:
     """Seconds for a bucket to all servers, for the process group to form, and for a server's checksums."""
 
     stream_every: Annotated[int, Field(ge=0)] = 4096
-    """A server sends a response in steps of this many tokens; at most so many are lost with it. 0, and with
+    """A server sends a response in steps of this many tokens; about so many are lost with it. 0, and with
     `deterministic`: all at once. Servers of `urls` stream only with
     --incremental-streaming-output, in steps of their own --stream-interval."""
 

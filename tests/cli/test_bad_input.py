@@ -55,6 +55,17 @@ def said(output: str, *parts: str) -> None:
         assert part in output, output
 
 
+@pytest.mark.parametrize("how", ["in another format", "cut"])
+def test_a_model_without_whole_weights(refused, tmp_path, how):
+    model = shutil.copytree(BASE, tmp_path / "model")
+    weights = model / "model.safetensors"
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        weights.rename(model / "pytorch_model.bin")
+    said(refused(f"model.path={model}"), f"{weights}: ", "fetch it again, as safetensors")
+
+
 def test_a_missing_prompt_file(refused):
     said(refused("data.path=nowhere.jsonl"), "nowhere.jsonl", "no such prompt file", "relative paths begin at")
 

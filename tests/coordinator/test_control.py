@@ -11,7 +11,7 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.config import load_config
 from megatron_dapo.coordinator import loop
-from megatron_dapo.coordinator.batch import step_arrays
+from megatron_dapo.coordinator.batch import entropy_weight, step_arrays
 from megatron_dapo.coordinator.checkpoints import (
     Checkpoints,
     Progress,
@@ -27,6 +27,7 @@ from rollout.fleet.member import ServerStatistics
 from tests.coordinator.test_batch import GROUP, make_groups
 from tests.coordinator.test_stages import Calls
 from tests.monitor.declared import check_declared
+from tests.processes import ROOT
 
 ENTROPIES = (0.5, 0.1, 0.1, 0.3, 0.1, 0.25, 0.1)
 """Of the batches of steps 1, 2, ..."""
@@ -44,6 +45,14 @@ ENTROPIES = (0.5, 0.1, 0.1, 0.3, 0.1, 0.25, 0.1)
 )
 def test_the_weight_rises_below_the_target_falls_above_it_and_is_on_only_there(coefficient, entropy, expected):
     assert controlled(coefficient, entropy, target=0.2, change=0.001, maximum=0.005) == pytest.approx(expected)
+
+
+def test_a_maximum_that_a_resume_lowers_holds_from_its_first_step():
+    config = load_config(
+        ROOT / "examples" / "quickstart" / "dapo.yaml", ["algorithm.entropy_control={target: 0.2, maximum: 0.001}"]
+    )
+    batch = SimpleNamespace(old=SimpleNamespace(entropy=np.array([0.1])))
+    assert entropy_weight(config.algorithm, 0.005, batch) == (0.001, 0.001)
 
 
 class Trainer(Calls):

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dapo.data.records import DataError, check_file, raw_rows
+from megatron_dapo.config.data_config import ColumnsConfig
+from megatron_dapo.data.records import SCHEMAS, DataError, PromptFile, check_file, parse_row, raw_rows, resolve
 
 ROWS = [{"prompt": "1 + 1?", "answer": "2"}, {"prompt": 'a, "b"\nc', "answer": "3"}]
 
@@ -51,6 +52,21 @@ def write_kind(folder, kind):
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
 def test_each_kind_gives_the_same_rows(tmp_path, kind):
     assert records(write_kind(tmp_path, kind)) == ROWS
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_column_may_have_a_dot_in_its_name(tmp_path, kind):
+    """As pandas names what it has flattened."""
+    row = {"prompt": "1 + 1", "reward_model.ground_truth": "2"}
+    file = tmp_path / f"p.{kind}"
+    if kind == "csv":
+        file.write_text("prompt,reward_model.ground_truth\n1 + 1,2\n")
+    else:
+        file.write_text(json.dumps(row) + "\n")
+    columns = resolve(ColumnsConfig(answer_key="reward_model.ground_truth"), SCHEMAS["columns"])
+    prompts = PromptFile(path=file, setting="data.path", columns=columns, name="p")
+    ((place, record),) = raw_rows(file, "data.path")
+    assert parse_row(record, prompts, place).answer == "2"
 
 
 def test_arrow_files_may_also_have_arrows_file_format(tmp_path):

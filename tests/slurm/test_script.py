@@ -162,6 +162,15 @@ def test_a_container_holds_model_and_data_wherever_they_are(image, tmp_path, mon
     assert "--container-mounts=/data:/data" in script(container="image.sqsh", mounts="/data:/data")
 
 
+def test_a_container_holds_a_draft_model_and_the_hubs_cache_where_that_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    drafting = "rollout.speculative={algorithm: eagle3, draft_model: /models/draft}"
+    words = ["model.path=hf://Qwen/Qwen2.5-0.5B", "rollout.deterministic=false", drafting]
+    text = script(overrides=words, container="image.sqsh")
+    (mounts,) = [word for word in step_of(text) if word.startswith("--container-mounts=")]
+    assert {f"{tmp_path}/hub:{tmp_path}/hub", "/models/draft:/models/draft"} <= set(mounts.partition("=")[2].split(","))
+
+
 def test_a_container_gets_what_only_the_nodes_see(tmp_path, monkeypatch):
     """And the folders in which a verifier is looked for."""
     monkeypatch.chdir(tmp_path)

@@ -353,3 +353,19 @@ def test_a_config_without_a_model_asks_for_the_base(tool, checkpoint, tmp_path):
     (tmp_path / "config.yaml").write_text("other: 1\n")
     with pytest.raises(ConfigError, match=r"config.yaml: says no model.path .* give --base"):
         tool.to_hf(bare, tmp_path / "back")
+
+
+@pytest.mark.parametrize("folder", ["where the run was started", "here"])
+def test_a_relative_model_path_begins_where_the_run_was_started_or_here(tmp_path, monkeypatch, folder):
+    from tools.conversion.directions import base_of
+
+    run, started = tmp_path / "run", tmp_path / "started"
+    for each in (run / "checkpoints" / "step_1" / "actor", started / "base", tmp_path / "elsewhere"):
+        each.mkdir(parents=True)
+    (run / "config.yaml").write_text("model: {path: base}\n")
+    monkeypatch.chdir(started if folder == "here" else tmp_path / "elsewhere")
+    if folder != "here":
+        with pytest.raises(ConfigError, match=r"model\.path = base is not here; give --base"):
+            base_of(run / "checkpoints" / "step_1" / "actor")
+        (run / "manifest.json").write_text(json.dumps({"folder": str(started)}))
+    assert base_of(run / "checkpoints" / "step_1" / "actor").resolve() == started / "base"

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,18 @@ def test_convert_keeps_each_problem_once_and_says_what_became_of_the_others(tmp_
     for line in ("| read | 27 |", "| duplicates | 1 |", "| with contradicting answers | 3 |", "| broken | 2 |"):
         assert line in page
     assert "| integer | 21 |" in page
+
+
+@pytest.mark.parametrize("model", ["nowhere", "refuses system turns"])
+def test_a_tokenizer_that_is_of_no_use_is_named_before_anything_is_written(tmp_path, capsys, model):
+    folder = tmp_path / "model"
+    if model != "nowhere":
+        shutil.copytree(ROOT / "examples" / "quickstart" / "base", folder)
+        (folder / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
+    file = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}])
+    assert main(["convert", file, "--out", str(tmp_path / "out"), "--tokenizer", str(folder)]) == EXIT_USAGE
+    assert f"--tokenizer {folder}: " in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train.jsonl").exists()
 
 
 def test_the_split_depends_on_seed_and_text_alone(tmp_path):
@@ -102,7 +115,7 @@ def model(question, _):
             "8/9": ("\\frac{m}{n}", {"m": 8, "n": 9}, "m + n"),
         }
         if answer not in forms:
-            return 200, "I would rather not."
+            return 200, None if answer == "the empty set" else "I would rather not."
         format_, values, integer = forms[answer]
         return 200, "```json\n" + json.dumps({"format": format_, "values": values, "integer": integer}) + "\n```"
     if question.startswith("Rewrite"):
