@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -36,6 +37,13 @@ SHORTEST_S = 120.0
 """Lives that go on for less after that say nothing of growth."""
 PEAK_OF = 24
 """Samples, two minutes, of whose open files the most is taken."""
+APART_S = 60.0
+"""Between two samples that are compared."""
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "65536"}
+"""glibc gives back at once what is freed. By its defaults a trainer rank keeps some 300 MB of it in gaps, more for each
+new shape of a batch, and what is read would say little of the memory in use."""
+STEADY = ("actor.optimizer.lr=1e-9",)
+"""A policy that learns answers better and better, so that more and more groups, and connections, are under way."""
 GROWTH_MB_PER_HOUR = 60.0
 GROWTH_FILES_PER_HOUR = 20.0
 VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *["reward"] * 9)
@@ -105,11 +113,20 @@ def soak(run_dir: Path, minutes: float, seed: int, overrides: Sequence[str] = ()
     """Run, kill, resume, for so long; ended by SIGTERM, which must save."""
     draw, seen = random.Random(seed), Soak()
     config = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
-    arguments = ["train", config, f"run.dir={run_dir}", "run.rollout_steps=100000", "run.resume=true", *overrides]
+    arguments = [
+        "train",
+        config,
+        f"run.dir={run_dir}",
+        "run.rollout_steps=100000",
+        "run.resume=true",
+        *STEADY,
+        *overrides,
+    ]
     while seen.seconds < minutes * 60:
         seen.starts += 1
         log = run_dir.parent / f"life{seen.starts}.txt"
-        running = Running(*arguments, log=log)
+        with mock.patch.dict(os.environ, ALLOCATOR):
+            running = Running(*arguments, log=log)
         try:
             killed = one_life(running, seen, run_dir, draw, minutes * 60)
         except KeyboardInterrupt:  # the run must be gone before its folder goes
@@ -161,26 +178,26 @@ def strike(running: Running, victim: str) -> bool:
 
 
 def growth(lives: Sequence[Life], values: str) -> tuple[float, int]:
-    """(least-squares growth an hour within the lives, pooled; lives that were long enough).
+    """(median growth an hour between two samples of one life; lives that were long enough).
 
-    Each life has a level of its own; they share the slope.
+    What is imported once in a life, with the first problem that needs it, is no growth; what is kept at each step is.
     """
-    above = below = 0.0
-    counted = 0
+    slopes = []
     for life in lives:
         seconds = np.asarray(life.seconds)
         late = np.asarray(life.steps) >= life.steps[0] + WARM_UP_STEPS
         if not late.any() or seconds[-1] - seconds[late][0] < SHORTEST_S:
             continue
-        hours = (seconds[late] - seconds[late].mean()) / 3600
+        hours = seconds[late] / 3600
         level = np.asarray(getattr(life, values), dtype=float)[late]
         if values == "files":  # connections come and go with each rollout: what counts is how many there are at most
             files = np.asarray(life.files, dtype=float)
             level = np.array([files[: at + 1][-PEAK_OF:].max() for at in np.flatnonzero(late)])
-        above += float(hours @ (level - level.mean()))
-        below += float(hours @ hours)
-        counted += 1
-    return (above / below if below else 0.0), counted
+        first, second = np.triu_indices(len(hours), 1)
+        between = hours[second] - hours[first]
+        far = between > APART_S / 3600
+        slopes.append((level[second] - level[first])[far] / between[far])
+    return (float(np.median(np.concatenate(slopes))) if slopes else 0.0), len(slopes)
 
 
 def by_role(lives: Mapping[tuple[int, float], Life]) -> dict[str, list[Life]]:
@@ -220,7 +237,7 @@ def judge(seen: Soak, run_dir: Path) -> tuple[str, list[str]]:
         f"steps, {len(trained)} groups trained, none twice; {sum(seen.kills.values())} kills ({kills}); "
         f"{seen.starts} starts by hand; {len(seen.left_behind)} processes left behind.",
         "",
-        f"Growth is the least-squares slope within the lives of a role, without their first {WARM_UP_STEPS} rollout "
+        f"Growth is the median between two samples of one life of a role, without its first {WARM_UP_STEPS} rollout "
         f"steps; lives with less than {SHORTEST_S:.0f} s after that are not counted. Bounds: "
         f"{GROWTH_MB_PER_HOUR:.0f} MB and {GROWTH_FILES_PER_HOUR:.0f} files an hour.",
         "",

@@ -41,4 +41,6 @@ def test_growth_is_found_below_what_comes_and_goes():
     assert 0.8 * 72 < files < 1.2 * 72
     assert files > GROWTH_FILES_PER_HOUR
     assert growth(leaking, "resident")[0] == pytest.approx(72e6)
+    imported = [life(coming_and_going, early + 5e7 * (at > begun)) for begun in (100, 300)]
+    assert growth(imported, "resident")[0] == 0, "once in a life is no growth"
     assert growth([life(coming_and_going[:20], early[:20])], "files") == (0.0, 0)
