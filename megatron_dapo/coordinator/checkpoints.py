@@ -73,14 +73,8 @@ class Progress:
 
 JUDGED = (
     *("reward.verifier", "reward.by_source", "reward.code_reads", "reward.remote.url", "reward.remote_environment.url"),
-    *(
-        "data.schema",
-        "data.verifier_key",
-        "data.source_key",
-        "data.mixture",
-        "algorithm.overlong.",
-        "algorithm.turn_rewards",
-    ),
+    *("data.path", "data.schema", "data.verifier_key", "data.source_key", "data.mixture"),
+    *("algorithm.overlong.", "algorithm.turn_rewards"),
 )
 """Beginnings of keys that verdicts and rewards rest on. Limits are none: they say how long a verdict may take."""
 

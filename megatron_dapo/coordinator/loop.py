@@ -91,6 +91,7 @@ async def learn(
                 evaluation = await context.evaluate(f"step{step}")
             except Exception as error:
                 failure = None if isinstance(error, StopRequested) else error
+                context.console.note(f"the evaluation of step {step} ended without a result {error}".rstrip())
     if context.checkpoints.due(step) or last or failure:
         with timer.measure("handover"):
             await context.handover.to_trainer()

@@ -46,7 +46,7 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
         context.console.note(f"weight version {version}: sending to {url} failed; it reads from disk ({reason})")
     # A restarted server reads the newest version again, so only the older ones may go.
     for older in folder.parent.glob("*"):
-        if folder.name not in older.name:  # nor what of it is being written, for a server that failed
+        if f".{folder.name}." not in f".{older.name}.":  # nor what of it is being written, for a server that failed
             # NFS keeps a file that a server still has open; what is left goes with the next version.
             shutil.rmtree(older, ignore_errors=True)
     seconds = max(time.monotonic() - started, 1e-9)
@@ -86,9 +86,13 @@ class TrainerWeights:
         self._hashed |= sent.checksums.keys()
         return sent
 
+    @property
+    def changed(self) -> bool:
+        return self._context.trainer.weight_changes != self._changes
+
     async def to_disk(self) -> OnDisk | None:
-        handover, unchanged = self._context.handover, self._context.trainer.weight_changes == self._changes
-        if self._written is None and unchanged and (handover.trainer_has_it or not handover.shared):
+        handover = self._context.handover
+        if self._written is None and not self.changed and (handover.trainer_has_it or not handover.shared):
             # Calls to the ranks keep their order: whatever changes the weights later comes after this.
             checksums = await self._context.trainer.write_weights(self._folder, self._context.fleet.kinds)
             self._written = OnDisk(folder=self._folder, checksums=checksums)

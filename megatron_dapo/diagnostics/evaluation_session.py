@@ -96,9 +96,9 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     except (ValueError, TypeError) as error:
         raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
     for key, now in json.loads(json.dumps(settings)).items():
-        if before.get(key) != now:
+        if before.get(key, now) != now:  # of an older version: it knew fewer keys
             raise EvaluationError(
-                f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
+                f"{folder}: its responses were made with {key} = {before[key]}, not {now}; give another --out, or "
                 "remove that folder"
             )
 
@@ -277,7 +277,7 @@ def answer_settings(config: Config, evaluator: Evaluator, rules: Rules, weights:
     return {
         "weights": weights,
         "numbers": [config.model.dtype, config.model.upcasts_head, config.rollout.quantization],
-        "extra_args": list(config.rollout.extra_args),
+        "extra_args": list(config.rollout.extra_args) if not config.rollout.urls else [],
         "temperature": config.evaluation.temperature,
         "top_p": config.evaluation.top_p,
         "max_new_tokens": config.rollout.longest_response,

@@ -7,6 +7,7 @@ After a write the content may still be in the page cache, after a rename the nam
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,8 +94,7 @@ def replace_folder(partial: Path, folder: Path, *, durable: bool = False) -> Non
 
 def remove_folder(folder: Path) -> None:
     """Delete it. Renamed first: a kill in between must not leave a part of it under its name."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.{time.time_ns()}.old")
     os.rename(folder, old)
     shutil.rmtree(old, ignore_errors=True)  # NFS keeps a file that somebody has open
 

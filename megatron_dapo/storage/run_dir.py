@@ -213,7 +213,7 @@ class RunDir:
         aside = folder.with_name(f".{folder.name}.tmp")
         for left in aside.parent.glob(f".{folder.name.partition('_')[0]}*"):
             shutil.rmtree(left, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir(parents=True, exist_ok=True)
         return aside
 
     def publish_checkpoint(self, aside: Path, step: int, keep: int) -> None:

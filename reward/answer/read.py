@@ -109,8 +109,7 @@ def _read_equation(text: str) -> Answer:
         return Answer(text=text, body=text)
     if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and sides[1] not in "ei" and read_number(sides[0]):
         sides.reverse()  # `5 = x`
-    last = read(sides[-1])
-    exact = "\\approx" not in text
+    last, exact = read(sides[-1]), "\\approx" not in text
     stated = [number for side in sides[:-1] if (number := read_number(side)) is not None]
     contradicts = exact and last.number is not None and any(not number.equals(last.number) for number in stated)
     name = compact(sides[0]) if len(sides) == 2 else ""

@@ -29,8 +29,7 @@ from reward.verdict import EXTRACTED_LIMIT, Rule, Verdict, VerificationRequest
 if TYPE_CHECKING:
     import aiohttp
 
-FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 15.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 ANSWER_BYTES = 64 << 20
 """Longest answer that is read."""
 

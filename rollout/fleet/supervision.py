@@ -301,8 +301,8 @@ class Supervisor:
 
     async def _revive(self, member: Member) -> None:
         """Restarts the server until it serves the newest weights."""
-        if member.engine.ours:
-            member.restart_deadline = time.monotonic() + self.start_deadline_s + self.timing.load_deadline_s
+        patience_s = self.start_deadline_s + self.timing.load_deadline_s
+        member.restart_deadline = time.monotonic() + patience_s if member.engine.ours else 0.0
         for attempt in itertools.count():
             try:
                 return await self._restart(member)

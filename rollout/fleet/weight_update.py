@@ -70,7 +70,11 @@ class WeightStream(Protocol):
         and has the checksums of each kind of server that no earlier answer had."""
 
     async def to_disk(self) -> "OnDisk | None":
-        """The same weights as a folder; None when the trainer has other ones by now."""
+        """The same weights as a folder; None when the trainer has other ones by now, or cannot gather them now."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the trainer has other ones by now, or is about to: they will be published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +108,7 @@ class Published:
         self._tasks: dict[object, asyncio.Task[Any]] = {}
 
     async def folder(self) -> Path | None:
-        """Where they are on disk; written now if need be. None: the trainer has changed them."""
+        """Where they are on disk; written now if need be. None: as `WeightStream.to_disk`."""
         if isinstance(self.weights, OnDisk):
             return self.weights.folder
         on_disk = await self._once("folder", self.weights.to_disk)
@@ -112,6 +116,13 @@ class Published:
             return None
         self.known_checksums = {**on_disk.checksums, **self.known_checksums}
         return on_disk.folder
+
+    async def wait_for_next(self, member: Member) -> None:
+        """Until the next weights are published. A server that waits for the end of an update, which has a deadline of
+        its own, is not lost."""
+        if not isinstance(self.weights, OnDisk) and self.weights.changed:
+            member.restart_deadline = float("inf")
+        await self.superseded.wait()
 
     async def checksums(self, info: ServerInfo) -> Checksums:
         """Computed from the folder, once, for a kind of server that the trainer did not know in time."""
@@ -159,9 +170,7 @@ class Publisher:
                 folder = await published.folder()
                 if folder is None:
                     member.reason = f"weight version {published.weight_version} is gone; it waits for the next publish"
-                    # The update that it waits for has a deadline of its own.
-                    member.restart_deadline = float("inf")
-                    await published.superseded.wait()
+                    await published.wait_for_next(member)
                     continue
                 published.keeping -= {member}
                 await self._stop_drawing(member)
@@ -182,8 +191,7 @@ class Publisher:
             folder = await published.folder()
             if folder is not None:
                 return folder, published.label
-            member.restart_deadline = float("inf")
-            await published.superseded.wait()
+            await published.wait_for_next(member)
         return None
 
     async def hold(self) -> None:

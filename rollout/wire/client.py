@@ -188,9 +188,9 @@ class SglangClient:
             return ServerLoad(kv_use=max(float(rank["token_usage"]) for rank in ranks), waiting=waiting)
 
     async def weight_label(self, *, model: bool = False) -> str:
-        """The server's name of its weights, "default" where a person started it. `model`: after the model's."""
+        """The server's name of its weights; "default" where a person started it, or with `model` the model's folder."""
         async with self.json("/model_info") as answer:
-            return f"{answer['model_path']} {answer['weight_version']}" if model else str(answer["weight_version"])
+            return str(answer["model_path" if model and answer["weight_version"] == "default" else "weight_version"])
 
     async def abort(self, rid: str | None) -> None:
         """Ends the request with this id, or every request; each answers with what it has drawn so far."""

@@ -81,6 +81,10 @@ class PoolTrainer:
         assert self.sent is not None
         return self.sent
 
+    @property
+    def changed(self) -> bool:
+        return False
+
     async def to_disk(self) -> OnDisk | None:
         self.written += 1
         return OnDisk(folder=self.folder)

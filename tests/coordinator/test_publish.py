@@ -112,7 +112,9 @@ def test_they_are_written_as_long_as_the_trainer_holds_them() -> None:
         written = await held.to_disk()
         assert written is not None
         assert written.folder == Path("weights/v3")
+        assert not too_late.changed
         await trainer.update([], None, 1.0)  # type: ignore[arg-type]
+        assert too_late.changed
         assert await too_late.to_disk() is None
         assert await held.to_disk() is written  # the folder stays until the next publish
         assert trainer.asked == ["write", "update"]

@@ -225,7 +225,14 @@ def test_it_belongs_to_one_step(saved, at):
     assert found(saved) == ([], [], []), "nor may a run that comes there again, with other weights, use it"
 
 
-JUDGED = ["reward.verifier", "reward.by_source", "reward.remote.url", "algorithm.overlong.buffer", "data.verifier_key"]
+JUDGED = [
+    "reward.verifier",
+    "reward.by_source",
+    "reward.remote.url",
+    "algorithm.overlong.buffer",
+    "data.verifier_key",
+    "data.path",
+]
 LIMITS = ["reward.remote.deadline_s", "reward.timeout_s", "reward.memory_mb", "reward.workers", "data.broken_rows"]
 
 

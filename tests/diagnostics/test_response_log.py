@@ -1,5 +1,6 @@
 """Responses on disk: none is lost, none is asked for twice, none of another evaluation is taken over."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,5 +104,7 @@ def test_two_models_that_servers_hold_under_one_name_are_told_apart():
             for server.model in ("a", "b"):
                 found.append(await weight_labels(fleet))
             assert found[0] != found[1]
+            server.label, server.loaded = "13", Path("/run/weights/v13")  # a run's: one server read it from disk
+            assert (await weight_labels(fleet))["label"] == "13"
 
     run(test)

@@ -226,6 +226,10 @@ class PlayedTrainer:
             assert pipe.poll(max(0.0, end - time.monotonic())), f"trainer rank {rank} hangs in a publish"
         return [pipe.recv() for pipe in self._pipes]
 
+    @property
+    def changed(self) -> bool:
+        return False
+
     async def to_disk(self) -> OnDisk | None:
         return OnDisk(folder=self.folder)
 

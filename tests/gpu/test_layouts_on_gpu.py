@@ -83,7 +83,7 @@ def with_a_suspension(place: RankPlace, folder: Path, data: Columns, layout: dic
         torch.cuda.synchronize()
         seen.append((torch.cuda.mem_get_info()[0], time.monotonic()))
 
-    before = actor.loss_and_gradients(batch, SupervisedObjective(), TEMPERATURE)
+    before = loss_and_gradients(actor, batch, SupervisedObjective(), TEMPERATURE)
     look()
     told = actor.communicators.suspend()
     look()
@@ -91,7 +91,7 @@ def with_a_suspension(place: RankPlace, folder: Path, data: Columns, layout: dic
     look()
     actor.communicators.resume()
     look()
-    after = actor.loss_and_gradients(batch, SupervisedObjective(), TEMPERATURE)
+    after = loss_and_gradients(actor, batch, SupervisedObjective(), TEMPERATURE)
     (full, began), (freed, suspended), (free, begins), (again, resumed) = seen
     memory = {"told": told, "freed": freed - full, "taken again": free - again}
     seconds = {"suspend, s": suspended - began, "resume, s": resumed - begins}

@@ -10,6 +10,7 @@ into any layout. With LoRA the model is the adapters alone: the rest is read fro
 loaded every file is compared with the manifest.
 """
 
+import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -197,7 +198,7 @@ def _make_empty(aside: Path) -> None:
     rank 0 while the others wait, nothing begins."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    replace_file(aside / "room", " " * COMMON_BYTES)
+    replace_file(aside / "room", os.urandom(COMMON_BYTES))  # what cannot be compressed
     (aside / "room").unlink()
 
 

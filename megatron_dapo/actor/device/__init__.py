@@ -77,13 +77,14 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
     """
     # Megatron warns about sequence parallelism on every layer without it; CUDA reads it when its context is created.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "128")  # 2.19's FusedAdam takes all experts' at once
     index = None
     if config.device == "cpu" or not torch.cuda.is_available():
         choose(config, dtype, Found())  # what cannot be had is refused before anything is changed
         cpu.install()
     else:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(index := int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         _check_transformer_engine()
     with warnings.catch_warnings():
         # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.

@@ -1,8 +1,10 @@
 """What is chosen for a machine, as a table: a faked presence of GPU and packages in, kernels and their reasons out."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -204,3 +206,18 @@ def test_fp8_reaches_megatrons_config(gloo, tmp_path):
 def test_a_recipe_whose_state_transformer_engine_does_not_load_again_is_no_choice():
     with pytest.raises(ValueError, match="'tensorwise', 'blockwise' or 'mxfp8'"):
         ActorConfig(fp8="hybrid", fp8_recipe="delayed")
+
+
+def with_gpus(place: RankPlace, asked: str, rank: str) -> tuple[str, str, list[int]]:
+    """What a process of eight GPUs chooses; the GPUs that it made its own."""
+    chosen: list[int] = []
+    gpus = {"is_available": lambda: True, "device_count": lambda: 8, "set_device": chosen.append}
+    with mock.patch.multiple(torch.cuda, **gpus), mock.patch.dict(os.environ, LOCAL_RANK=rank):
+        choice = prepare_for(ActorConfig(device=asked), "bfloat16")
+    return str(choice.device), choice.backend, chosen
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_process_takes_the_gpu_of_its_local_rank(gloo: Any, asked: str) -> None:
+    assert gloo(1, with_gpus, asked, "3") == [("cuda:3", "nccl", [3])]
+    assert gloo(1, with_gpus, asked, "0") == [("cuda:0", "nccl", [0])]

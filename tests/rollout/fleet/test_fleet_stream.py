@@ -47,6 +47,10 @@ class FromMemory:
         failures = {url: failure for url, failure in self.fails.items() if url in self.sent[-1]}
         return Sent(bytes=100, failures=failures, checksums={INFO: expected_checksums(self.folder, INFO)})
 
+    @property
+    def changed(self) -> bool:
+        return not self.writes
+
     async def to_disk(self) -> OnDisk | None:
         await self.may_write.wait()
         self.written += 1
@@ -227,6 +231,24 @@ def test_a_lone_server_waits_for_the_next_publish_for_as_long_as_the_update_take
             assert not answer.done(), "lost, though it only waits"
             await fleet.publish_stream(FromMemory(folders[1], server), 2)
             assert set((await answer).weight_versions) == {2}
+
+    run(test)
+
+
+def test_weights_that_nobody_will_replace_are_not_waited_for(folders: list[Path]) -> None:
+    """Colocated servers have the GPUs: the trainer writes nothing, and publishes only after the rollout."""
+
+    class Held(FromMemory):
+        changed = False
+
+    async def test() -> None:
+        server = StandIn()
+        timing = replace(FAST, load_deadline_s=0.3)
+        async with fleet_of(server, timing=timing, start_s=0.5, fleet_deadline_s=0.2) as fleet:
+            await fleet.publish_stream(Held(folders[0], server, writes=False), 1)
+            await server.die()
+            with pytest.raises(FleetLost, match="it waits for the next publish"):
+                await fleet.generate(request())
 
     run(test)
 

@@ -42,6 +42,10 @@ class FromMemory:
         failed = {each.url: Failure(reason="lost", answers=False) for each in targets if each.url in self.failing}
         return Sent(bytes=1, failures=failed, checksums={INFO: expected_checksums(self.folder, INFO)})
 
+    @property
+    def changed(self) -> bool:
+        return False
+
     async def to_disk(self) -> OnDisk:
         return OnDisk(folder=self.folder)
 

@@ -85,6 +85,10 @@ class MemoryTrainer:
     async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
         return await asyncio.to_thread(self.send_now, targets, label, more=more)
 
+    @property
+    def changed(self) -> bool:
+        return False
+
     async def to_disk(self) -> OnDisk | None:
         save_file(dict(self.held()), self.folder / "model.safetensors", {"format": "pt"})
         return OnDisk(folder=self.folder)
