@@ -52,7 +52,7 @@ from rollout.config import RolloutConfig
 _APART = {"actor.offload.between_phases": "none"}
 MODES: dict[str, Changes] = {
     "sync": {"run.mode": "sync"} | _APART,
-    "colocated": {"run.mode": "colocated", "actor.offload.between_phases": "all", "rollout.weight_sync": "disk"},
+    "colocated": {"run.mode": "colocated", "actor.offload.between_phases": "all", "rollout.weight_sync": "auto"},
     "async": {"run.mode": "async", "algorithm.dynamic_sampling.max_staleness": 2} | _APART,
 }
 """With what else they need."""

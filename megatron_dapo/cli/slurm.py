@@ -30,6 +30,8 @@ def slurm(
     from megatron_dapo.slurm.forecast import warning_and_notes
     from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen
 
+    if container and (container.endswith(".sqsh") or os.path.isfile(container)):
+        container = os.path.abspath(container)  # pyxis takes a name without a slash for one of a registry
     options = SlurmOptions(
         gpus_per_node=gpus_per_node,
         cpus_per_node=cpus_per_node,

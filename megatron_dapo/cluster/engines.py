@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import ray
 
-from megatron_dapo.cluster.placement import Placement, PlacementError, check_shared_gpus
+from megatron_dapo.cluster.placement import Placement, PlacementError, natural
 from megatron_dapo.cluster.trainer import Trainer
 from megatron_dapo.config import Config
 from megatron_dapo.monitor.console import Count
@@ -97,7 +97,7 @@ def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
         return ()
     shared = config.run.mode == "colocated"
     if shared:
-        check_shared_gpus(config)
+        config.check_shared_gpus()
     # One GPU is for both: rollout.memory_fraction says how much of it the server takes.
     behind = 0 if shared or len(gpus) == trainer == each == servers == 1 else trainer
     if trainer > len(gpus) or behind + servers * each > len(gpus):
@@ -106,7 +106,8 @@ def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
             f"{'of them' if shared else 'more'}; this machine offers {len(gpus)}; lower one of them or name running "
             "servers in rollout.urls"
         )
-    return gpus[behind:]
+    # Ranks are numbered by the names of their GPUs: `cluster.placement.by_node_and_gpu`.
+    return sorted(gpus[:trainer], key=natural) if shared else gpus[behind:]
 
 
 def _share(gpus: Sequence[str], index: int, each: int) -> tuple[str, ...]:

@@ -21,8 +21,7 @@ from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.storage.durable import replace_file
 from megatron_dapo.storage.run_dir import RunDir, RunDirError
 
-FILE = "status.json"
-INTERVAL_S = 2.0
+FILE, INTERVAL_S = "status.json", 2.0
 ELSEWHERE_S = 3 * INTERVAL_S
 """How long a run that another machine may hold is watched for a further sign of life."""
 

@@ -66,7 +66,7 @@ def needed_bundles(config: Config, *, use_gpu: bool, servers: int, nodes: int = 
     layout, each = config.actor.layout, config.rollout.tensor_parallel
     size, ranks = layout.tensor, layout.world_size
     if config.run.mode == "colocated" and use_gpu and servers:
-        check_shared_gpus(config)
+        config.check_shared_gpus()
         size = max(size, each)
         what = f"{size} trainer ranks and {size // each} servers (TP {each}) on the same GPUs"
         return [Bundle(what=what, cpus=size + size // each, gpus=size)] * (ranks // size)
@@ -75,22 +75,6 @@ def needed_bundles(config: Config, *, use_gpu: bool, servers: int, nodes: int = 
     part = each // nodes
     server = Bundle(what=what, cpus=1 if use_gpu else part, gpus=part if use_gpu else 0)
     return [trainer] * (ranks // size) + [server] * servers * nodes
-
-
-def check_shared_gpus(config: Config) -> None:
-    """Raise PlacementError unless the servers of `run.mode: colocated` stand on exactly the trainer's GPUs."""
-    layout, each, servers = config.actor.layout, config.rollout.tensor_parallel, config.rollout.servers
-    if servers * each != layout.world_size:
-        raise PlacementError(
-            f"run.mode = colocated: rollout.servers x rollout.tensor_parallel = {servers * each} must be the "
-            f"{layout.world_size} GPUs of actor.layout; set rollout.servers to {max(1, layout.world_size // each)}"
-        )
-    larger, smaller = max(layout.tensor, each), min(layout.tensor, each)
-    if larger % smaller or layout.world_size % larger:
-        raise PlacementError(
-            f"run.mode = colocated: of actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each} one "
-            "must divide the other, and both the number of GPUs, so that servers and groups of ranks share nodes"
-        )
 
 
 def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> None:
@@ -124,7 +108,7 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     groups = range(config.actor.layout.world_size // size)
     # Neighbouring ranks talk most: groups on one node get neighbouring numbers, and so do nodes with such addresses.
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    address = {node["NodeID"]: _natural(node["NodeManagerAddress"]) for node in ray.nodes()}
+    address = {node["NodeID"]: natural(node["NodeManagerAddress"]) for node in ray.nodes()}
     ordered = sorted(groups, key=lambda bundle: (address[node_of[bundle]], node_of[bundle], bundle))
     trainer = tuple(bundle for bundle in ordered for _ in range(size))
     own = tuple(tuple(range(at, at + nodes)) for at in range(len(groups), len(bundles), nodes))
@@ -132,7 +116,7 @@ async def place(config: Config, waits: Waits, *, use_gpu: bool, servers: int) ->
     return Placement(group=group, trainer=trainer, servers=beside if servers and not own else own)
 
 
-def _natural(name: str) -> list[Any]:
+def natural(name: str) -> list[Any]:
     """Sorts addresses, host names and GPUs by the numbers in them: 10.0.0.9 before 10.0.0.10, node2 before node10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
@@ -147,7 +131,7 @@ def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
         places: node and GPU of each process; the GPU is a number, a UUID, or empty on the CPU.
     """
     nodes = list(dict.fromkeys(node for node, _ in places))
-    return sorted(range(len(places)), key=lambda at: (nodes.index(places[at][0]), _natural(places[at][1])))
+    return sorted(range(len(places)), key=lambda at: (nodes.index(places[at][0]), natural(places[at][1])))
 
 
 def cluster_nodes() -> list[Bundle]:

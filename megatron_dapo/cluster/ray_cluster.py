@@ -75,6 +75,8 @@ class Cluster:
         use_gpu = gpu_here(device)
         if not use_gpu:
             check_memory(processes, psutil.virtual_memory().total)
+        elif processes > (there := torch.cuda.device_count()):
+            raise PlacementError(f"actor.layout needs {processes} GPUs; this machine offers {there}; make it smaller")
         self._sweeper = RaySweeper(new_temp_dir())
         ray.init(
             address="local",

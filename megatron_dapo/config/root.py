@@ -94,6 +94,21 @@ class Config:
             raise ConfigError(f"{larger}, and {nodes} nodes cannot hold equal parts of it; set it to {size * nodes}")
         return nodes
 
+    def check_shared_gpus(self) -> None:
+        """Raise ConfigError unless the servers of `run.mode: colocated` stand on exactly the trainer's GPUs."""
+        layout, each, servers = self.actor.layout, self.rollout.tensor_parallel, self.rollout.servers
+        if servers * each != layout.world_size:
+            raise ConfigError(
+                f"run.mode = colocated: rollout.servers x rollout.tensor_parallel = {servers * each} must be the "
+                f"{layout.world_size} GPUs of actor.layout; set rollout.servers to {max(1, layout.world_size // each)}"
+            )
+        larger, smaller = max(layout.tensor, each), min(layout.tensor, each)
+        if larger % smaller or layout.world_size % larger:
+            raise ConfigError(
+                f"run.mode = colocated: of actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each} "
+                "one must divide the other, and both the number of GPUs: servers and groups of ranks share nodes"
+            )
+
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""
         return replace(self, rollout=self.rollout.at_step(step))

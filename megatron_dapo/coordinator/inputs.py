@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor, check_blocks
-from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.prompts import Prompt, PromptSet, VerifierChoice, read_prompts
 from megatron_dapo.data.records import check_file, heldout_files, training_files
@@ -55,14 +54,16 @@ def read_inputs(config: Config) -> Inputs:
         check_file(file.path, file.setting)  # before anything that takes seconds to import
     model = HFModelConfig.load(Path(config.model.path))
     check_actor(model, config.actor)
-    with SafetensorsReader(Path(config.model.path)):
-        pass  # a file that is missing or cut is known by now
     check_blocks(model, config.rollout.quantization, config.rollout.tensor_parallel)
     if config.model.context_length > model.max_position_embeddings:
         raise ConfigError(
             f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "
             f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
         )
+    from megatron_dapo.actor.weights.hf_files import SafetensorsReader  # not earlier: it imports torch
+
+    with SafetensorsReader(Path(config.model.path)):
+        pass  # a file that is missing or cut is known by now
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     thinking = thinking_limit(config.rollout, text)
     prompts, heldout = read_problems(config, text)

@@ -185,7 +185,7 @@ async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple
     else:
         gpus = engines.visible_gpus(torch.cuda.device_count()) if use_gpu else ()
         theirs = engines.gpus_for_servers(config, gpus)
-        ours, shared_gpu = engines.own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and theirs == gpus
+        ours, shared_gpu = engines.own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and {*theirs} == {*gpus}
     fleet = RolloutFleet(
         config.rollout,
         ours,

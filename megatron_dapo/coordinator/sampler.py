@@ -5,19 +5,15 @@ Positions of the shuffled order are dispatched one after another and decided one
     decided | finished or in flight, not yet decided | not yet dispatched
             ^ cursor                                 ^ next
 
-The sampler waits for the group at the cursor, however many later ones are finished: a short response never overtakes a
-long one. How many prompts to dispatch follows from the groups decided so far, never from which ones finished first, so
-the same run gives the same batches.
+The sampler waits for the group at the cursor: a short response never overtakes a long one. How many prompts to dispatch
+follows from the groups decided so far, never from which ones finished first.
 
 What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) what
-is unfinished is interrupted then, and goes on in the next step from the tokens that it has. With `max_staleness` = 0
-all is given up at once, since the next step would send it again; and where timing may decide nothing, its end is
-awaited. With look-ahead so much is dispatched that the next batches are being written while the actor trains, and what
-is unfinished then survives the new weights.
-
+is unfinished is interrupted, and goes on in the next step from its tokens. With `max_staleness` = 0 all is given up at
+once, since the next step would send it again; where timing may decide nothing, its end is awaited. With look-ahead the
+next batches are being written while the actor trains, and what is unfinished then survives the new weights.
 A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
-and generated again. Its age counts from its dispatch, so whether it expires follows from its position alone, not from
-how long its responses turned out to be: expiry favours no length.
+and generated again. Its age counts from its dispatch: expiry follows from its position, and favours no length.
 """
 
 import asyncio

@@ -96,9 +96,9 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     except (ValueError, TypeError) as error:
         raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
     for key, now in json.loads(json.dumps(settings)).items():
-        if before.get(key, now) != now:  # of an older version: it knew fewer keys
+        if before.get(key) != now:
             raise EvaluationError(
-                f"{folder}: its responses were made with {key} = {before[key]}, not {now}; give another --out, or "
+                f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
                 "remove that folder"
             )
 

@@ -84,6 +84,8 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
         ConfigError: the layout does not divide the model, a server has no place, or an assumption is impossible.
     """
     check_actor(case.hf, case.config.actor)
+    if case.config.run.mode == "colocated" and not case.config.rollout.urls:
+        case.config.check_shared_gpus()
     workload, heads, parallel = case.workload, case.hf.num_attention_heads, case.config.rollout.tensor_parallel
     if heads % parallel:
         raise ConfigError(f"rollout.tensor_parallel = {parallel}: must divide the model's {heads} attention heads")
@@ -130,7 +132,9 @@ def _trainer_room(case: Scenario) -> dict[str, float]:
     gpu, beside_server = case.constants.gpu_memory, 1 - case.config.rollout.memory_fraction
     room = dict.fromkeys(PHASES, gpu * (beside_server if share_gpus(case.config) else 1))
     if case.config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
-        room = dict.fromkeys(PHASES, gpu - case.constants.framework_memory) | {"rollout": room["rollout"]}
+        room = dict.fromkeys(PHASES, gpu - case.constants.framework_memory) | {
+            "rollout": room["rollout"] - case.constants.framework_memory
+        }
     return room
 
 

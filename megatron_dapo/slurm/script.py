@@ -63,7 +63,10 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
     layout, rollout = config.actor.layout, config.rollout
     shared = share_gpus(config) and (options.gpus_per_node > 0 or config.run.mode == "colocated")
     size, kind = options.gpus_per_node or options.cpus_per_node, "GPUs" if options.gpus_per_node else "CPUs"
-    pieces = [layout.tensor] * (layout.world_size // layout.tensor)
+    if config.run.mode == "colocated" and options.gpus_per_node:
+        config.check_shared_gpus()
+    whole = max(layout.tensor, rollout.tensor_parallel) if shared else layout.tensor
+    pieces = [whole] * (layout.world_size // whole)
     if layout.tensor > size:
         one = f"actor.layout.tensor = {layout.tensor}: such a group stands on one node"
         raise ConfigError(f"{one}, and a node has {size} {kind}; lower it")
@@ -147,6 +150,7 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
         options=options,
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
+        asks_gpus=any(line.startswith(("--gres", "--gpus")) for line in options.sbatch),
         config=file.name,
         job_name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=nodes,

@@ -29,8 +29,7 @@ START_LIMIT_S = 120.0
 """Wall-clock limit of the start of a process and of the imports that a verifier needs, on a loaded machine."""
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_LOG_TAIL = 2000
-_PART_BYTES = 1 << 20
+_LOG_TAIL, _PART_BYTES = 2000, 1 << 20
 
 
 def worker_environment(config: RewardConfig) -> dict[str, str]:

@@ -4,18 +4,14 @@
               folder) -> per server: read the folder if nothing came -> compare checksums -> resume -> open the balancer
 
 That is `rollout.on_publish` restart. With recompute and keep the balancer stays open, and each server has a gate, where
-its requests keep their places: closed before the pause, open again when it resumes. Half of the servers then get the
-weights at a time, so that the fleet never stands still. What is sent goes first to the first half of the fleet, down or
-not, then to the other: each keeps its process group.
-
+its requests keep their places while it is paused. Half of the servers get the weights at a time: the fleet never stands
+still. First comes the first half of the fleet, down or not, then the other; each keeps its process group.
 A server is always stopped by ending its requests, never by SGLang's pause of running ones (`in_place`, `retract`):
-  - Nobody would know which weights drew a token. The scheduler holds up to `stream_every` tokens back, and
-    `weight_version` is what the HTTP process knows when they come out. With the overlapped scheduler a batch is under
-    way when it pauses.
+  - Nobody would know which weights drew a token: the scheduler holds up to `stream_every` tokens back, and
+    `weight_version` is what the HTTP process knows when they come out.
   - The cache cannot be flushed while requests wait: a retracted request finds its prompt's old keys and values again.
-An answer that has ended was drawn by the old weights, whole. Under `keep` its keys and values stay in the prefix cache.
-They are found by the rest of this response and by those of its group that began with the same weights, and by nobody
-else (`Response.home`).
+An answer that has ended was drawn by the old weights, whole. Under `keep` its keys and values stay in the prefix cache,
+for the rest of this response and those of its group that began with the same weights alone (`Response.home`).
 
 A server that fails on the way goes DOWN. Its supervisor restarts it and calls `bring_up_to_date`.
 """
@@ -40,7 +36,6 @@ from rollout.weights.transport import Target
 from rollout.wire.client import ServerInfo
 
 T = TypeVar("T")
-
 _DRAIN_POLL_S, _ABORT_AGAIN_S = 0.02, 0.5
 
 
@@ -118,8 +113,7 @@ class Published:
         return on_disk.folder
 
     async def wait_for_next(self, member: Member) -> None:
-        """Until the next weights are published. A server that waits for the end of an update, which has a deadline of
-        its own, is not lost."""
+        """Until the next weights are published: a server that waits for the end of an update is not lost."""
         if not isinstance(self.weights, OnDisk) and self.weights.changed:
             member.restart_deadline = float("inf")
         await self.superseded.wait()

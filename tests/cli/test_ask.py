@@ -22,31 +22,31 @@ PROBLEM = "Solve step by step. Last line: Answer: N.\nZoe has 16 cards. Zoe lose
 
 def test_an_empty_prompt_is_refused_in_words():
     with pytest.raises(ConfigError, match="the prompt is empty"):
-        ask(BASE, "", 8, 0.0)
+        ask(str(BASE), "", 8, 0.0)
 
 
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path):
     with pytest.raises(ConfigError, match="give the folder of a model"):
-        ask(tmp_path, "1 + 1?")
+        ask(str(tmp_path), "1 + 1?")
 
 
 def test_the_models_chat_template_surrounds_the_prompt(capsys):
-    ask(BASE, PROBLEM)
+    ask(str(BASE), PROBLEM)
     answer = capsys.readouterr().out
     assert "Answer: " in answer
-    ask(BASE, PROBLEM + "\n", template="plain")  # as the template ends it
+    ask(str(BASE), PROBLEM + "\n", template="plain")  # as the template ends it
     assert capsys.readouterr().out == answer
-    ask(BASE, PROBLEM, 3)
+    ask(str(BASE), PROBLEM, 3)
     assert len(capsys.readouterr().out) < len(answer)
 
 
 def test_the_models_own_settings_of_generation_change_nothing_as_in_a_server(tmp_path, capsys):
-    ask(BASE, PROBLEM)
+    ask(str(BASE), PROBLEM)
     answer = capsys.readouterr().out
     shutil.copytree(BASE, tmp_path / "model")
     settings = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "do_sample": True, "top_k": 1}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
-    ask(tmp_path / "model", PROBLEM)
+    ask(str(tmp_path / "model"), PROBLEM)
     assert capsys.readouterr().out == answer
 
 
@@ -72,7 +72,7 @@ def test_a_model_alone_gets_what_its_files_say_and_one_of_a_run_that_runs_config
 def test_a_run_is_asked_by_its_model_and_whose_settings_hold_is_said(tmp_path, capsys):
     shutil.copytree(BASE, tmp_path / "model")
     (tmp_path / "config.yaml").write_text(dump_config(model_config(BASE)))
-    ask(tmp_path, PROBLEM)
+    ask(str(tmp_path), PROBLEM)
     said = capsys.readouterr()
     assert "Answer: " in said.out
     assert said.err.splitlines()[0] == f"settings of {tmp_path / 'config.yaml'}"
@@ -83,12 +83,12 @@ def test_a_run_is_asked_by_its_model_and_whose_settings_hold_is_said(tmp_path, c
 def test_a_run_that_has_no_model_yet_says_so(tmp_path):
     (tmp_path / "config.yaml").write_text(dump_config(model_config(BASE)))
     with pytest.raises(ConfigError, match="writes its model at its end"):
-        ask(tmp_path, PROBLEM)
+        ask(str(tmp_path), PROBLEM)
 
 
 @pytest.mark.slow
 def test_a_server_answers_as_transformers_does(capsys):
-    ask(BASE, PROBLEM)
+    ask(str(BASE), PROBLEM)
     config, text = model_config(BASE, ["rollout.kv_cache_tokens=4096"]), load_text_tools(BASE)
     _, ids = render(PROBLEM, "chat", text.tokenizer)
     sampling = SamplingParams(max_new_tokens=64, temperature=0.0, stop_token_ids=text.stop_token_ids)

@@ -49,9 +49,9 @@ def test_colocated_servers_stand_on_the_trainers_gpus(tmp_path):
     four = (*COLOCATED, "actor.layout.data=2")
     assert places(tmp_path, gpus, *four, "rollout.servers=2", "rollout.tensor_parallel=2") == [("0", "1"), ("2", "3")]
     assert places(tmp_path, gpus, *four, "rollout.servers=4") == [("0",), ("1",), ("2",), ("3",)]
-    with pytest.raises(PlacementError, match=r"= 1 must be the 4 GPUs of actor\.layout; set rollout\.servers to 4"):
+    with pytest.raises(ConfigError, match=r"= 1 must be the 4 GPUs of actor\.layout; set rollout\.servers to 4"):
         places(tmp_path, gpus, *four)
-    with pytest.raises(PlacementError, match=r"tensor = 2 and rollout\.tensor_parallel = 3 one must divide"):
+    with pytest.raises(ConfigError, match=r"tensor = 2 and rollout\.tensor_parallel = 3 one must divide"):
         places(tmp_path, gpus, *COLOCATED, "actor.layout.data=3", "rollout.servers=2", "rollout.tensor_parallel=3")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cluster import placement
-from megatron_dapo.cluster.placement import Bundle, PlacementError, _natural, by_node_and_gpu, check_fit, needed_bundles
+from megatron_dapo.cluster.placement import Bundle, PlacementError, by_node_and_gpu, check_fit, natural, needed_bundles
 from megatron_dapo.config import load_config
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -87,4 +87,4 @@ def test_ranks_are_numbered_by_gpu_within_a_node_and_the_nodes_keep_their_order(
 
 def test_nodes_stand_in_the_order_of_their_addresses_and_names_behind_them() -> None:
     addresses = ["node-b", "10.0.0.10", "node-a", "10.0.0.9", "9.255.255.255"]
-    assert sorted(addresses, key=_natural) == ["9.255.255.255", "10.0.0.9", "10.0.0.10", "node-a", "node-b"]
+    assert sorted(addresses, key=natural) == ["9.255.255.255", "10.0.0.9", "10.0.0.10", "node-a", "node-b"]

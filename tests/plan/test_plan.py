@@ -180,12 +180,19 @@ def test_the_modes_differ_in_what_runs_at_the_same_time(constants):
     assert max(sync.rollout_s - sync.tail_s, sync.update_s) < ahead.seconds < sync.seconds
     layout = load_config(RECIPES / "qwen2.5_7b_8gpu.yaml").actor.layout
     shared = {"run.mode": "colocated", "actor.offload.between_phases": "all"}
-    plan = planned(constants, "qwen2.5_7b_8gpu", shared | {"rollout.servers": layout.world_size})
+    plan = planned(constants, "qwen2.5_7b_8gpu", shared | {"rollout.servers": layout.world_size // 4})
     assert not plan.misfits
     assert plan.step.gpus == layout.world_size < sync.gpus
     assert plan.step.handover_s > 0
     total = plan.step.rollout_s + plan.step.log_prob_total_s + plan.step.update_s + plan.step.sync_s
     assert plan.step.seconds == pytest.approx(total + plan.step.handover_s)
+
+
+def test_colocated_servers_must_match_the_layout_and_leave_room_beside_the_trainers_framework(constants):
+    with pytest.raises(ConfigError, match=r"= 32 must be the 16 GPUs of actor\.layout; set rollout\.servers to 2"):
+        planned(constants, "h100_32_colocated", {"actor.layout.data": 1})
+    assert not planned(constants, "h100_32_colocated").misfits
+    assert planned(constants, "h100_32_colocated", {"rollout.memory_fraction": 0.93}).misfits
 
 
 def test_the_reference_of_the_kl_term_goes_over_the_batch_once_more(constants):

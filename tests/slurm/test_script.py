@@ -128,60 +128,6 @@ def step_of(text: str) -> list[str]:
     return shlex.split(text[text.index("\nsrun ") : text.index(" &\n")].replace("\\\n", " "))
 
 
-@pytest.mark.parametrize("image", ["registry/image:1", "/images/it's here.sif"])
-def test_a_container_holds_model_and_data_wherever_they_are(image, tmp_path, monkeypatch):
-    """A model of a hub's cache is a folder of links; `models` is a link in the current folder."""
-    here, disk = tmp_path / "here", tmp_path / "disk"
-    for folder in (here, disk / "blobs", disk / "snapshot", tmp_path / "data"):
-        folder.mkdir(parents=True)
-    (disk / "blobs" / "1").touch()
-    (disk / "snapshot" / "config.json").symlink_to("../blobs/1")
-    (here / "models").symlink_to(disk)
-    (tmp_path / "data" / "a.jsonl").touch()
-    monkeypatch.chdir(here)
-    overrides = [
-        "model.path=models/snapshot",
-        f"data.path={tmp_path}/data/a.jsonl",
-        "evaluation.path=none.jsonl",
-        "run.dir=run",
-    ]
-    text = script(overrides=overrides, container=image)
-    places = [disk / "blobs", disk / "snapshot", here, tmp_path / "data" / "a.jsonl", QUICKSTART]
-    mounts = ",".join(sorted(f"{place}:{place}" for place in places))
-    words = step_of(text)
-    if image.endswith(".sif"):
-        assert words[3:9] == ["apptainer", "exec", "--nv", f"--bind={mounts}", f"--pwd={here}", image]
-    else:
-        assert words[3:6] == [
-            f"--container-image={image}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={here}",
-        ]
-    assert "\n  python -m megatron_dapo.slurm.node" in text
-    assert f"\n  {sys.executable} -m megatron_dapo.slurm.node" in script()
-    assert "--container-mounts=/data:/data" in script(container="image.sqsh", mounts="/data:/data")
-
-
-def test_a_container_holds_a_draft_model_and_the_hubs_cache_where_that_is(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    drafting = "rollout.speculative={algorithm: eagle3, draft_model: /models/draft}"
-    words = ["model.path=hf://Qwen/Qwen2.5-0.5B", "rollout.deterministic=false", drafting]
-    text = script(overrides=words, container="image.sqsh")
-    (mounts,) = [word for word in step_of(text) if word.startswith("--container-mounts=")]
-    assert {f"{tmp_path}/hub:{tmp_path}/hub", "/models/draft:/models/draft"} <= set(mounts.partition("=")[2].split(","))
-
-
-def test_a_container_gets_what_only_the_nodes_see(tmp_path, monkeypatch):
-    """And the folders in which a verifier is looked for."""
-    monkeypatch.chdir(tmp_path)
-    overrides = ["model.path=/not/here/model", "data.path=/not/here/rows-*.parquet", "evaluation.path=/away/aime.jsonl"]
-    text = script(overrides=[*overrides, "run.dir=run"], container="image", python_path=("/own/rules",))
-    (mounts,) = [word for word in step_of(text) if word.startswith("--container-mounts=")]
-    places = {pair.partition(":")[0] for pair in mounts.removeprefix("--container-mounts=").split(",")}
-    assert {"/not/here", "/away/aime.jsonl", "/own/rules", str(tmp_path)} <= places
-    assert "\nexport PYTHONPATH=/own/rules\n" in text
-
-
 def test_what_this_machine_does_not_see_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").touch()
