@@ -45,7 +45,8 @@ new shape of a batch, and what is read would say little of the memory in use."""
 STEADY = ("actor.optimizer.lr=1e-9",)
 """A policy that learns answers better and better, so that more and more groups, and connections, are under way."""
 GROWTH_MB_PER_HOUR = 60.0
-GROWTH_FILES_PER_HOUR = 20.0
+GROWTH_FILES_PER_HOUR = 40.0
+"""The most of two minutes differs by some thirty: a connection for each request under way, kept for a while."""
 VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *["reward"] * 9)
 """The first two end the lives of the trainer's ranks: rare enough that some go on for ten minutes."""
 ROLES = {
