@@ -65,7 +65,7 @@ def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
     size, kind = options.gpus_per_node or options.cpus_per_node, "GPUs" if options.gpus_per_node else "CPUs"
     if config.run.mode == "colocated" and options.gpus_per_node:
         config.check_shared_gpus()
-    whole = max(layout.tensor, rollout.tensor_parallel) if shared else layout.tensor
+    whole = max(layout.tensor, rollout.tensor_parallel) if shared and options.gpus_per_node else layout.tensor
     pieces = [whole] * (layout.world_size // whole)
     if layout.tensor > size:
         one = f"actor.layout.tensor = {layout.tensor}: such a group stands on one node"
@@ -150,7 +150,7 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
         options=options,
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
-        asks_gpus=any(line.startswith(("--gres", "--gpus")) for line in options.sbatch),
+        asks_gpus=any(re.match(r"--gpus|-G|--gres[= ](.*,)?(gres/)?gpu\b", line) for line in options.sbatch),
         config=file.name,
         job_name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
         nodes=nodes,

@@ -72,10 +72,21 @@ def test_an_image_that_is_a_file_has_a_slash_in_its_name(name, tmp_path, monkeyp
     assert f"--container-image={tmp_path / name}" in step_of(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("option", ["--gres=gpu:h100:8", "--gpus-per-node=h100:8"])
+@pytest.mark.parametrize("option", ["--gres=gpu:h100:8", "--gres=nvme:1,gpu:8", "--gpus-per-node=h100:8", "-G8"])
 def test_a_site_that_wants_gpus_in_its_own_words_is_asked_in_them_alone(option):
     asked = requested(script(RECIPES[0], sbatch=(option,)))
-    assert [one for one in asked if "gpu" in one] == [option]
+    assert [one for one in asked if "gpu" in one or "-G" in one] == [option]
+
+
+@pytest.mark.parametrize("option", ["--gres-flags=enforce-binding", "--gres=nvme:1"])
+def test_what_asks_for_something_else_leaves_the_gpus_asked_for(option):
+    assert {option, "--gpus-per-node=8"} <= set(requested(script(RECIPES[0], sbatch=(option,))))
+
+
+def test_colocated_on_cpus_a_server_may_be_larger_than_the_trainer():
+    keys = ["run.mode=colocated", "actor.layout.data=1", "rollout.tensor_parallel=2", "rollout.servers=1"]
+    keys += ["actor.offload.between_phases=all"]
+    assert "--nodes=1" in requested(script(overrides=keys, gpus_per_node=0))
 
 
 def test_colocated_servers_that_do_not_match_the_layout_are_refused_before_the_queue():

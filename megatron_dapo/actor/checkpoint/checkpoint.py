@@ -197,7 +197,7 @@ def _make_empty(aside: Path) -> None:
     """A fresh folder; what a killed save left there goes. Without room for Megatron's common values, which it writes on
     rank 0 while the others wait, nothing begins."""
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.mkdir(parents=True, exist_ok=True)
     replace_file(aside / "room", os.urandom(COMMON_BYTES))  # what cannot be compressed
     (aside / "room").unlink()
 
