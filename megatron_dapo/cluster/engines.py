@@ -90,7 +90,7 @@ def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
     `run.mode: colocated` the same ones.
 
     Raises:
-        PlacementError: trainer and servers need more GPUs than there are, or cannot share them.
+        PlacementError, ConfigError: trainer and servers need more GPUs than there are, or cannot share them.
     """
     trainer, each, servers = config.actor.layout.world_size, config.rollout.tensor_parallel, config.rollout.servers
     if not gpus or config.rollout.urls:

@@ -61,7 +61,7 @@ def needed_bundles(config: Config, *, use_gpu: bool, servers: int, nodes: int = 
     """The trainer's tensor-parallel groups, then the servers, each in `nodes` parts; or both together.
 
     Raises:
-        PlacementError: they cannot share GPUs.
+        ConfigError: they cannot share GPUs.
     """
     layout, each = config.actor.layout, config.rollout.tensor_parallel
     size, ranks = layout.tensor, layout.world_size

@@ -1,7 +1,8 @@
 """Weights published without a file, on stand-in servers: what a failure on the way does to servers and requests."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from rollout.errors import FleetLost, WeightMismatch
+from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Member
 from rollout.fleet.weight_update import OnDisk
 from rollout.weights.checksums import expected_checksums
@@ -218,14 +220,21 @@ def test_weights_that_are_gone_are_not_served_and_the_next_ones_are(folders: lis
     run(test)
 
 
+@asynccontextmanager
+async def waiting_alone(stream: "FromMemory", server: StandIn) -> AsyncIterator[RolloutFleet]:
+    """A fleet whose one server died after the publish of `stream` and waits for the next, past every deadline."""
+    timing = replace(FAST, load_deadline_s=0.3)
+    async with fleet_of(server, timing=timing, start_s=0.5, fleet_deadline_s=0.2) as fleet:
+        await fleet.publish_stream(stream, 1)
+        await server.die()
+        await until(lambda: "waits for the next publish" in fleet.members[0].reason)
+        yield fleet
+
+
 def test_a_lone_server_waits_for_the_next_publish_for_as_long_as_the_update_takes(folders: list[Path]) -> None:
     async def test() -> None:
         server = StandIn()
-        timing = replace(FAST, load_deadline_s=0.3)
-        async with fleet_of(server, timing=timing, start_s=0.5, fleet_deadline_s=0.2) as fleet:
-            await fleet.publish_stream(FromMemory(folders[0], server, writes=False), 1)
-            await server.die()
-            await until(lambda: "waits for the next publish" in fleet.members[0].reason)
+        async with waiting_alone(FromMemory(folders[0], server, writes=False), server) as fleet:
             answer = asyncio.ensure_future(fleet.generate(request()))
             await asyncio.sleep(1.5)
             assert not answer.done(), "lost, though it only waits"
@@ -243,10 +252,7 @@ def test_weights_that_nobody_will_replace_are_not_waited_for(folders: list[Path]
 
     async def test() -> None:
         server = StandIn()
-        timing = replace(FAST, load_deadline_s=0.3)
-        async with fleet_of(server, timing=timing, start_s=0.5, fleet_deadline_s=0.2) as fleet:
-            await fleet.publish_stream(Held(folders[0], server, writes=False), 1)
-            await server.die()
+        async with waiting_alone(Held(folders[0], server, writes=False), server) as fleet:
             with pytest.raises(FleetLost, match="it waits for the next publish"):
                 await fleet.generate(request())
 
