@@ -59,8 +59,10 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) ->
     seconds = {phase: _sum(lines, f"timing/{phase}") for phase in (*PHASES, "step")}
     generated, trained = _sum(lines, "tokens/generated"), _sum(lines, "tokens/trained")
     count, step, update = len(lines), seconds["step"], seconds["update"]
-    # In `async` the servers write all the time: what the coordinator waits for them says little.
-    writing = step if run.setting("run.mode") == "async" else sum(seconds[phase] for phase in PHASES[:3])
+    # Where the servers write all the time, what the coordinator waits for them says little.
+    carries = run.setting("algorithm.dynamic_sampling.max_staleness") and not run.setting("rollout.deterministic")
+    meanwhile = run.setting("run.mode") == "async" or (run.setting("run.mode") == "sync" and carries)
+    writing = step if meanwhile else sum(seconds[phase] for phase in PHASES[:3])
     hf = model_shape_of(run)
     synced = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 0) * count if hf else 0
     figures: Figures = {

@@ -43,7 +43,8 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
         with timer.measure("rollout"):
             ahead, deadline = groups_ahead(config, step), config.run.step_deadline_s
             counter = BatchCounter(context.generator, context.fleet, config.algorithm.prompts_per_step, stream.add)
-            filling = context.sampler.fill(step, progress.weight_version, counter.keep, ahead=ahead)
+            hold = config.run.mode == "colocated" or step == config.run.rollout_steps
+            filling = context.sampler.fill(step, progress.weight_version, counter.keep, ahead=ahead, hold=hold)
             admission = await context.waits.wait_for(
                 "batch of groups", "rollout servers", deadline, filling, stoppable=True, count=counter.count
             )

@@ -8,10 +8,9 @@ Positions of the shuffled order are dispatched one after another and decided one
 The sampler waits for the group at the cursor: a short response never overtakes a long one. How many prompts to dispatch
 follows from the groups decided so far, never from which ones finished first.
 
-What lies between cursor and next when a batch is full waits for the next step. Without look-ahead (`ahead` = 0) what
-is unfinished is interrupted, and goes on in the next step from its tokens. With `max_staleness` = 0 all is given up at
-once, since the next step would send it again; where timing may decide nothing, its end is awaited. With look-ahead the
-next batches are being written while the actor trains, and what is unfinished then survives the new weights.
+What is unfinished when a batch is full belongs to the next steps. It goes on while the actor trains and survives the
+new weights; before the last update, or where that needs the GPUs, it is interrupted. With `max_staleness` = 0 all is
+given up at once; where timing may decide nothing, its end is awaited. With `ahead` the next batches are sent as well.
 A group that could hold tokens of weights more than `max_staleness` versions old is expired when the next batch begins,
 and generated again. Its age counts from its dispatch: expiry follows from its position, and favours no length.
 """
@@ -92,7 +91,7 @@ class DynamicSampler:
         refresh: Refresh = nothing_new,
     ) -> None:
         """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
-        another way; what was sent before is then generated again. `holding`: keeps what is unfinished when a batch is
+        another way; what was sent before is then generated again. `holding`: draws what is unfinished when a batch is
         full; None: its end is awaited. `unfinished`: (position, weight version at its dispatch) -> what was drawn of a
         group, after `refresh`; what `state` has of it, `generate` goes on from."""
         self.refresh = refresh
@@ -163,14 +162,15 @@ class DynamicSampler:
         return self._left or replace(self._begin, carried=carried, sent_with=sent_with, unfinished=unfinished)
 
     async def fill(
-        self, rollout_step: int, weight_version: int, on_kept: OnKept = lambda group: None, *, ahead: int = 0
+        self, rollout_step: int, version: int, on_kept: OnKept = lambda _: None, *, ahead: int = 0, hold: bool = False
     ) -> Admission:
-        """One batch. Returns when it is full or the limit is reached; with `ahead` = 0 nothing is drawn then.
+        """One batch. Returns when it is full or the limit is reached.
 
         Args:
-            weight_version: of the servers; it does not change before this returns.
+            version: weights of the servers; it does not change before this returns.
             on_kept: called for each group of the batch as soon as it is kept, in prompt order.
             ahead: groups of the next batches that the prompts in flight on return are expected to give.
+            hold: no token is drawn after the return; what is unfinished goes on in the next call.
 
         Raises:
             OversamplingLimit: the limit was reached and `on_limit` is `stop`, or not one group could be kept.
@@ -182,10 +182,10 @@ class DynamicSampler:
         limit = int(times * wanted)
         try:
             self._history.begin_step(rollout_step)
-            expired, expired_tokens = await self._take_up(rollout_step, weight_version)
+            expired, expired_tokens = await self._take_up(rollout_step, version)
             if self._holding is not None:
                 self._holding.let_go()
-            batch = _Batch(rollout_step, weight_version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
+            batch = _Batch(rollout_step, version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
             predicted = min(limit, self._needed(wanted, 0, ahead, max(0.0, sampling.surplus)))
             while len(batch.kept) < wanted and batch.decided < limit:
                 self._dispatch(batch)
@@ -201,7 +201,7 @@ class DynamicSampler:
                 self._skipped = {position for position in self._skipped if position < self._next}
             elif ahead == 0 and self._holding is None:
                 await asyncio.gather(*(sent.group for sent in self._flight))
-            elif ahead == 0 and self._holding and not all(sent.finished for sent in self._flight):
+            elif hold and self._holding and not all(sent.finished for sent in self._flight):
                 await self._holding.hold()
         except BaseException:
             await self.refresh()
@@ -352,12 +352,11 @@ class DynamicSampler:
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:
             return
-        sampling = self._config.dynamic_sampling
+        sampling, kept = self._config.dynamic_sampling, len(batch.kept)
         refill = sampling.filter == "refill"
         key = f"max_oversampling = {sampling.max_oversampling:g}" if refill else f"filter = {sampling.filter}"
-        found = f"{len(batch.kept)} of {batch.wanted} groups after {batch.decided} prompts"
-        found += f" (algorithm.dynamic_sampling.{key})"
-        if not batch.kept:
+        found = f"{kept} of {batch.wanted} groups after {batch.decided} prompts (algorithm.dynamic_sampling.{key})"
+        if not kept:
             raise NothingKept(
                 f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
                 f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"

@@ -72,7 +72,9 @@ def step_metrics(
     """
     admission, gap, behind = batch.admission, batch.gap, progress.weight_version - 1 - batch.arrays.weight_versions
     tokens, trained = sum(group.tokens for group in admission.generated), batch.arrays.responses.num_response_tokens
-    phases = ("step",) if config.run.mode == "async" else ("rollout", "environment", "reward")
+    mode, carries = config.run.mode, config.algorithm.dynamic_sampling.max_staleness > 0
+    meanwhile = mode == "async" or (mode == "sync" and carries and not config.rollout.deterministic)
+    phases = ("step",) if meanwhile else ("rollout", "environment", "reward")
     writing = sum(seconds[phase] for phase in phases)
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,
@@ -174,9 +176,8 @@ def write_samples(
 
 def _mismatch_metrics(gap: Gap) -> dict[str, float]:
     """Nothing where all tokens are stale: a gap of 0 would say that engine and trainer were compared."""
-    if gap.stale_share == 1:
-        return {}
-    return {f"mismatch/{name}": getattr(gap.current, name) for name in ("kl", "max_abs", "mean_abs")}
+    names = () if gap.stale_share == 1 else ("kl", "max_abs", "mean_abs")
+    return {f"mismatch/{name}": getattr(gap.current, name) for name in names}
 
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:

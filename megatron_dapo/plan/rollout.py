@@ -136,7 +136,8 @@ def fill_batches(
     """`steps` rollout steps one after the other; the first has nothing carried over.
 
     Args:
-        interrupts: whether a surplus that is carried over is interrupted; else its end is awaited.
+        interrupts: whether a surplus that is carried over stands still until the next step (where it goes on, in
+            `sync`, that is sooner full); else its end is awaited.
     """
     sampling = algorithm.dynamic_sampling
     rate = PassRate.start(sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)

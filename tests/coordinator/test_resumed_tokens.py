@@ -32,7 +32,7 @@ SCRIPT = Script(max_new_tokens=LONGEST, median_tokens=300)
 
 
 @asynccontextmanager
-async def life(folder, state, seed, *, mode, servers=None):
+async def life(folder, state, seed, *, servers=None):
     """A run's fleet, sampler and ledger until it is killed. `servers`: gets the servers, which may then be lost."""
     engines = [ScriptedServer(SCRIPT, Speed(compress=8), seed + number) for number in range(2)]
     for engine in engines:
@@ -58,9 +58,8 @@ async def life(folder, state, seed, *, mode, servers=None):
     )
     generator.restore(state.unfinished)
     ledger = Ledger(folder / "ledger.jsonl")
-    holding = fleet if mode == "sync" else None
     sampler = DynamicSampler(
-        algorithm, generator.group, ledger, state, generator.prompt_at, (), holding, generator.unfinished
+        algorithm, generator.group, ledger, state, generator.prompt_at, (), fleet, generator.unfinished
     )
     await fleet.start(30.0)
     try:
@@ -73,7 +72,7 @@ async def life(folder, state, seed, *, mode, servers=None):
 
 async def step_of(sampler, ledger, step, folder, mode):
     """One step: its batch, and the state that a checkpoint has."""
-    admission = await sampler.fill(step, 0, ahead=PROMPTS if mode == "async" else 0)
+    admission = await sampler.fill(step, 0, ahead=PROMPTS if mode == "async" else 0, hold=mode == "colocated")
     sampler.record_trained(admission.kept, step, 0)
     state = sampler.snapshot(step)
     folder = folder / f"step_{step}"
@@ -83,7 +82,7 @@ async def step_of(sampler, ledger, step, folder, mode):
     return admission, load_progress(folder).sampler
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
 @pytest.mark.parametrize("mid_step", [False, True])
 def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
@@ -91,7 +90,7 @@ def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     async def run():
         state, made, parts, begun, some, step = start, {}, [], {}, [], 0
         for seed in range(2):
-            async with life(tmp_path, state, 10 * seed, mode=mode) as (sampler, ledger, served):
+            async with life(tmp_path, state, 10 * seed) as (sampler, ledger, served):
                 if step:
                     continued = [group.position for group in state.unfinished]
                     ledger.record(Event.RESUMED, rollout_step=step, weight_version=0, continued=continued)
@@ -196,7 +195,7 @@ def in_its_middle(state, before):
     return len(finished) >= 4 and useful < PROMPTS and far
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
 @pytest.mark.parametrize("lost", [False, True], ids=["stopped", "fleet lost"])
 def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
     """What was finished is not asked for again, what was begun goes on from its tokens: over a stop in the first step
@@ -229,11 +228,11 @@ def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
         run_dir, console = SimpleNamespace(rollout=file), SimpleNamespace(note=told.append)
         for number in range(lives):
             servers = [] if lost else None
-            async with life(tmp_path, before, 20 * number, mode=mode, servers=servers) as (sampler, ledger, _):
+            async with life(tmp_path, before, 20 * number, servers=servers) as (sampler, ledger, _):
                 step, before = await end(sampler, ledger, servers or (), step, before)
             progress = Progress(rollout_step=step - 1, optimizer_step=0, weight_version=0, sampler=before)
             state = with_rollout(progress, run_dir, [], console)
-            async with life(tmp_path, state, 20 * number + 10, mode=mode) as (sampler, ledger, after):
+            async with life(tmp_path, state, 20 * number + 10) as (sampler, ledger, after):
                 continued = [one.position for one in (*state.unfinished, *(group for group, _ in state.drawn))]
                 ledger.record(Event.RESUMED, rollout_step=step - 1, weight_version=0, continued=continued)
                 assert sampler.under_way().unfinished == state.unfinished, "also where a life ends before it sends"
@@ -255,7 +254,7 @@ def test_what_is_too_old_by_then_and_what_the_checkpoint_lacks_is_sent_again(tmp
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
 
     async def first():
-        async with life(tmp_path, start, 0, mode="async") as (sampler, ledger, _):
+        async with life(tmp_path, start, 0) as (sampler, ledger, _):
             _, state = await step_of(sampler, ledger, 1, tmp_path, "async")
         return state
 
@@ -268,7 +267,7 @@ def test_what_is_too_old_by_then_and_what_the_checkpoint_lacks_is_sent_again(tmp
         ledger = Ledger(tmp_path / "ledger.jsonl")
         ledger.record(Event.RESUMED, rollout_step=1, weight_version=9, continued=[g.position for g in less.unfinished])
         ledger.close()
-        async with life(tmp_path, less, 10, mode="sync") as (sampler, _, parts):
+        async with life(tmp_path, less, 10) as (sampler, _, parts):
             await sampler.fill(2, 9)
         return parts
 

@@ -1,4 +1,5 @@
-"""`colocated` with an interrupted surplus, on its real parts: evaluated between steps, killed, and resumed."""
+"""A surplus that goes on while the actor trains (`sync`) or is interrupted (`colocated`), on its real parts: evaluated
+between steps, killed, and resumed."""
 
 import json
 from collections import Counter
@@ -16,15 +17,16 @@ from tests.ledger_check import check_ledger
 
 STEPS = 4
 KEEPING = "tests.end_to_end.train_keeping_batches"
+MODES = {
+    "colocated": ("run.mode=colocated", "actor.offload.between_phases=all", "rollout.max_running_requests=16"),
+    "sync": ("run.mode=sync", "rollout.max_running_requests=4"),  # else all is finished before the new weights
+}
 CARRYING = (
-    "run.mode=colocated",
-    "actor.offload.between_phases=all",
     "rollout.servers=2",
     f"run.rollout_steps={STEPS}",
     "rollout.deterministic=false",
     "rollout.stream_every=8",
-    "rollout.max_running_requests=16",  # a part of the surplus waits for a place when the batch is full
-    "algorithm.dynamic_sampling.surplus=4",
+    "algorithm.dynamic_sampling.surplus=4",  # a part of it waits for a place when the batch is full
     "evaluation.limit=4",
     "evaluation.every=1",
     "evaluation.greedy=false",
@@ -37,14 +39,14 @@ CARRYING = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("carried") / "run"
-    running = start(run_dir, *CARRYING, module=KEEPING)
+@pytest.fixture(scope="module", params=MODES)
+def resumed(tmp_path_factory, request) -> Path:
+    run_dir, keys = tmp_path_factory.mktemp("carried") / "run", (*CARRYING, *MODES[request.param])
+    running = start(run_dir, *keys, module=KEEPING)
     running.wait_for(f"step 3/{STEPS}", 300)
     running.kill_all()
     running.finish(60)
-    finished = start(run_dir, *CARRYING, "run.resume=true", module=KEEPING).finish(400)
+    finished = start(run_dir, *keys, "run.resume=true", module=KEEPING).finish(400)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     return run_dir
@@ -64,6 +66,17 @@ def test_no_prompt_is_lost_or_sent_or_trained_twice(resumed):
     sent = Counter(event["prompt"] for event in standing if event["event"] == "dispatched")
     expired = Counter(event["prompt"] for event in standing if event["event"] == "expired")
     assert all(sent[position] == 1 + expired[position] for position in again["continued"])
+
+
+def test_tokens_a_second_are_over_the_time_in_which_servers_may_write(resumed):
+    phases = (
+        ("rollout", "environment", "reward")
+        if "mode: colocated" in (resumed / "config.yaml").read_text()
+        else ("step",)
+    )
+    first = read_metrics(resumed)[0]  # of it nothing was drawn before
+    seconds = sum(first[f"timing/{phase}"] for phase in phases)
+    assert first["tokens_per_second/rollout"] == pytest.approx(first["tokens/generated"] / seconds, rel=1e-3)
 
 
 def test_responses_go_on_from_their_tokens_over_new_weights_and_over_the_kill(resumed):
@@ -88,7 +101,7 @@ def test_responses_go_on_from_their_tokens_over_new_weights_and_over_the_kill(re
                         np.testing.assert_array_equal(whole.log_probs[:size], drawn.log_probs)
                         np.testing.assert_array_equal(whole.weight_versions[:size], drawn.weight_versions)
                         found += size > 0
-    assert mixed > 0, "no response was interrupted: the test shows nothing"
+    assert mixed > 0, "no response went on over new weights: the test shows nothing"
     assert found > 0 or not fresh
     for step in steps:
         assert step.get("mismatch/max_abs", 0.0) < 1e-3, "on tokens of the current weights engine and trainer agree"

@@ -3,8 +3,9 @@
 python -m tests.simulation.measure_sampling --json figures.json > table.md        (docs/measurements/sampling.md)
 
 Batches are filled one after the other on modelled servers, each policy on the same prompts; between two batches lie
-the training and the new weights. Ours is the product's own sampler, in `sync` (what is in flight is interrupted, and
-goes on after the new weights, or is given up) and in `async` (`ahead` groups of the next batches stay in flight).
+the training and the new weights. Ours is the product's own sampler, in `sync` (no prompt is sent then; what is in
+flight goes on, or is given up), in `colocated` (it is interrupted until the new weights are there) and in `async`
+(`ahead` groups of the next batches stay in flight).
 simulation/modelled_engine.py states the model of a server, simulation/policies.py the other policies,
 megatron_dapo/plan/rollout.py the lengths and verdicts.
 """
@@ -43,7 +44,7 @@ _COLUMNS = ("policy", "step, s", "times faster", "rollout, s", "tokens, M", "/ l
 def policies(wanted: int) -> dict[str, MakePolicy]:
     """By name."""
 
-    def ours(share: float, max_staleness: int, surplus: float) -> MakePolicy:
+    def ours(share: float, max_staleness: int, surplus: float, *, hold: bool = False) -> MakePolicy:
         sampling = DynamicSamplingConfig(max_staleness=max_staleness, surplus=surplus)
         config = AlgorithmConfig(
             prompts_per_step=wanted,
@@ -51,7 +52,7 @@ def policies(wanted: int) -> dict[str, MakePolicy]:
             mini_batch_responses=WORKLOAD.group_size,
             dynamic_sampling=sampling,
         )
-        return lambda fleet, folder: Ours(fleet, config, folder, ahead=math.ceil(share * wanted))
+        return lambda fleet, folder: Ours(fleet, config, folder, ahead=math.ceil(share * wanted), hold=hold)
 
     def batch_synchronous(factor: float) -> MakePolicy:
         return lambda fleet, _: BatchSynchronous(fleet, wanted, factor)
@@ -68,6 +69,10 @@ def policies(wanted: int) -> dict[str, MakePolicy]:
         "ours, sync, max_staleness 1, surplus 0": ours(0, 1, 0),
         "ours, sync, max_staleness 1, surplus 2": ours(0, 1, 2),
         "ours, sync, max_staleness 1, surplus 16": ours(0, 1, 16),
+        "ours, sync, max_staleness 1, surplus 24": ours(0, 1, 24),
+        "ours, sync, max_staleness 2, surplus 32": ours(0, 2, 32),
+        "ours, colocated, max_staleness 1, surplus 16": ours(0, 1, 16, hold=True),
+        "ours, colocated, max_staleness 1, surplus 24": ours(0, 1, 24, hold=True),
         "ours, async, ahead N/2, max_staleness 1": ours(0.5, 1, 0),
         "ours, async, ahead N, max_staleness 1": ours(1, 1, 0),
         "ours, async, ahead N, max_staleness 2": ours(1, 2, 0),

@@ -73,11 +73,18 @@ class Ours:
     """`coordinator.sampler.DynamicSampler`, with a ledger in `folder`."""
 
     def __init__(
-        self, fleet: ModelledFleet, algorithm: AlgorithmConfig, folder: Path, *, ahead: int = 0, waits: bool = False
+        self,
+        fleet: ModelledFleet,
+        algorithm: AlgorithmConfig,
+        folder: Path,
+        *,
+        ahead: int = 0,
+        hold: bool = False,
+        waits: bool = False,
     ) -> None:
-        """`ahead`: groups of the next batches that are in flight when a batch is full; 0 interrupts all. `waits`: it
-        awaits their end instead."""
-        self._ahead = ahead
+        """`ahead`: groups of the next batches that are in flight when a batch is full. What is unfinished then goes on;
+        with `hold` it is interrupted; with `waits` its end is awaited."""
+        self._ahead, self._hold = ahead, hold
         self._ledger = Ledger(folder / "ledger.jsonl")
         rate = PassRate.start(algorithm.dynamic_sampling.initial_pass_rate, memory=4.0 * algorithm.prompts_per_step)
         state = SamplerState(cursor=0, pass_rate=rate, carried=())
@@ -85,7 +92,7 @@ class Ours:
         self._sampler = DynamicSampler(algorithm, fleet.generate, self._ledger, state, holding=holding)
 
     async def fill(self, rollout_step: int, weight_version: int) -> tuple[ScoredGroup, ...]:
-        admission = await self._sampler.fill(rollout_step, weight_version, ahead=self._ahead)
+        admission = await self._sampler.fill(rollout_step, weight_version, ahead=self._ahead, hold=self._hold)
         for group in admission.kept:
             self._ledger.record(
                 Event.TRAINED, prompt=group.position, rollout_step=rollout_step, weight_version=weight_version

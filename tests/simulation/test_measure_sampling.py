@@ -161,7 +161,7 @@ def test_the_sampler_on_one_engine_takes_as_long_as_the_planner_says(tmp_path, s
 
     async def test():
         fleet = ModelledFleet(prompts, engines=1, slots=16, speed=Speed(fixed_s=0.01, context_s=1e-6, prefill_s=0.0))
-        ours, seconds, tokens = Ours(fleet, config, tmp_path, waits=waits), [], []
+        ours, seconds, tokens = Ours(fleet, config, tmp_path, hold=True, waits=waits), [], []
         for step in (1, 2, 3):
             begin, drawn = asyncio.get_running_loop().time(), fleet.drawn_tokens
             await ours.fill(step, 0)

@@ -56,6 +56,7 @@ def write_run(
     slow: float = 1.0,
     steps: int = 3,
     mode: str = "sync",
+    max_staleness: int = 0,
     model: dict = MODEL,
     **rollout,
 ) -> Path:
@@ -64,6 +65,7 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     fleet = {"servers": 2, "tensor_parallel": 2, "urls": []} | rollout
     config = {"run": {"mode": mode}, "rollout": fleet, "model": {"dtype": "bfloat16"}}
+    config["algorithm"] = {"dynamic_sampling": {"max_staleness": max_staleness}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     layout = {"tensor": 2, "pipeline": 2, "virtual_pipeline": None, "context": 1, "data": 1}
     trainer = {"device": device, "layout": layout, "parameters": 1000}
@@ -100,11 +102,17 @@ def measured(run: Path, *options: str) -> dict:
     return figures(out)[0]
 
 
-def test_servers_of_an_asynchronous_run_write_during_the_whole_step(tmp_path):
+@pytest.mark.parametrize("keys", [{"mode": "async"}, {"mode": "sync", "max_staleness": 1}])
+def test_servers_that_write_during_the_update_write_during_the_whole_step(tmp_path, keys):
     """As in the run's own `tokens_per_second/rollout`: `timing/rollout` is then only what the coordinator waits."""
-    found = measured(write_run(tmp_path / "one", mode="async"))
+    found = measured(write_run(tmp_path / "one", **keys))
     assert found["generated_per_s"] == 8000 / 100
     assert found["generated_per_s_gpu"] == 8000 / 100 / 4
+
+
+@pytest.mark.parametrize("keys", [{"mode": "colocated"}, {"deterministic": True}])
+def test_servers_of_which_nothing_goes_on_write_in_the_rollout(tmp_path, keys):
+    assert measured(write_run(tmp_path / "one", max_staleness=1, **keys))["generated_per_s"] == 8000 / 40
 
 
 def test_gpus_that_trainer_and_servers_share_count_once(tmp_path):
@@ -150,7 +158,7 @@ def test_a_run_on_cpus_has_no_figures_of_gpus(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "no MFU" in shown
     assert "| MFU of the update | – |" in shown
-    assert "| generated tokens/s, rollout and reward; async: whole step | 200.0 |" in shown
+    assert "| generated tokens/s, rollout and reward; whole step if written meanwhile | 200.0 |" in shown
 
 
 def test_two_runs_stand_side_by_side_with_their_ratio(tmp_path, capsys):
