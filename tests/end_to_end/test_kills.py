@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.exit_codes import ExitCode
+from megatron_dapo.monitor.writer import read_metrics
 from megatron_dapo.storage.ledger import Event, effective_events, read_ledger
 from tests.end_to_end.test_async import check_async_ledger
 from tests.end_to_end.test_quickstart import SMALL, fates, weights
@@ -148,6 +149,18 @@ def test_a_kill_in_async_mode_loses_nothing_and_trains_nothing_twice(tmp_path, v
     output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11), *more)
     check_async_ledger(tmp_path / "run", prompts=4 * 6)
     check_killed(victim, output)
+
+
+@pytest.mark.parametrize("event", [Event.FINISHED, Event.CARRIED, Event.TRAINED, Event.CHECKPOINT])
+@pytest.mark.parametrize("victim", ["coordinator", "trainer", "server"])
+def test_a_kill_while_a_surplus_goes_on_loses_nothing_and_trains_nothing_twice(tmp_path, victim, event):
+    """`sync` that carries: servers write while the actor trains and over a publish."""
+    more = ("rollout.deterministic=false", "rollout.stream_every=8", "algorithm.dynamic_sampling.surplus=4")
+    output = live_through(tmp_path / "run", victim, event, COUNTS.get(event, 11), *more, "run.rollout_steps=4")
+    check_killed(victim, output)
+    steps = read_metrics(tmp_path / "run")
+    assert sum(step["sampling/in_flight"] for step in steps[:-1]) > 0, "nothing went on: the test shows nothing"
+    check_async_ledger(tmp_path / "run", prompts=4 * 6, unfinished=steps[-1]["sampling/in_flight"])
 
 
 @pytest.mark.parametrize("number", range(TIMES))
