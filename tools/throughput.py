@@ -60,8 +60,9 @@ def profile_run(run: Run, *, skip: int, peak_flops: float, tail_share: float) ->
     generated, trained = _sum(lines, "tokens/generated"), _sum(lines, "tokens/trained")
     count, step, update = len(lines), seconds["step"], seconds["update"]
     # Where the servers write all the time, what the coordinator waits for them says little.
-    carries = run.setting("algorithm.dynamic_sampling.max_staleness") and not run.setting("rollout.deterministic")
-    meanwhile = run.setting("run.mode") == "async" or (run.setting("run.mode") == "sync" and carries)
+    sampling, mode = run.setting("algorithm.dynamic_sampling") or {}, run.setting("run.mode")
+    carries = sampling.get("max_staleness") and sampling.get("filter", "refill") == "refill"
+    meanwhile = mode == "async" or (mode == "sync" and carries and not run.setting("rollout.deterministic"))
     writing = step if meanwhile else sum(seconds[phase] for phase in PHASES[:3])
     hf = model_shape_of(run)
     synced = model_parameters(hf) * DTYPE_BYTES.get(str(run.setting("model.dtype")), 0) * count if hf else 0

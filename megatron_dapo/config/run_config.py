@@ -19,7 +19,7 @@ class RunConfig:
     """The run ends after this many rollout steps."""
 
     mode: Literal["sync", "colocated", "async"] = "sync"
-    """`sync`: servers and trainer take turns. `colocated`: on the same GPUs. `async`: servers generate the next batches
+    """`sync`: a batch is drawn, then trained. `colocated`: on the same GPUs. `async`: servers draw the next batches
     meanwhile. See docs/run_modes.md."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -129,7 +129,7 @@ class MonitorConfig:
     """Mean |engine - trainer| log-prob of a step above which a warning is printed."""
 
     mismatch_stop: PositiveFloat = 1.0
-    """The same, above which the run stops. If older weights wrote all tokens (`async`), these are compared."""
+    """The same, above which the run stops. If older weights wrote all tokens, these are compared."""
 
     sample_responses: NonNegativeInt = 2
     """Responses of each step kept in `<run.dir>/samples.jsonl`, and as many without a verdict or on which `exact` and

@@ -293,8 +293,8 @@ def filled_batch(admission: Admission, old: LogProbs, config: Config, weight_ver
 def check_mismatch(old: LogProbs, arrays: StepArrays, weight_version: int, limits: MonitorConfig) -> Gap:
     """The gap between engine and trainer, apart for tokens of the current weights and of older ones.
 
-    Where all tokens are older (`async` with fast servers), their gap is judged by the upper limit: it has the update in
-    it, which is far below that.
+    Where all tokens are older (of servers faster than the trainer), their gap is judged by the upper limit: it has the
+    update in it, which is far below that.
 
     Raises:
         MismatchStop: it is above `monitor.mismatch_stop` on tokens of the current weights, or of older ones if there

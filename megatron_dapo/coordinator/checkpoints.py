@@ -151,7 +151,7 @@ def with_rollout(progress: Progress, run_dir: RunDir, changes: Sequence[str], co
         return progress.sampler
 
     def of_these_weights(group: ScoredGroup) -> bool:
-        """Others were published after the rollout, and are lost: what they wrote meanwhile (`async`) is too."""
+        """Others were published after the rollout, and are lost: what they wrote meanwhile is too."""
         return all((one.generation.weight_versions <= progress.weight_version).all() for one in group.responses)
 
     finished = zip(saved.sampler.carried, saved.sampler.sent_with, strict=True)

@@ -72,9 +72,9 @@ def step_metrics(
     """
     admission, gap, behind = batch.admission, batch.gap, progress.weight_version - 1 - batch.arrays.weight_versions
     tokens, trained = sum(group.tokens for group in admission.generated), batch.arrays.responses.num_response_tokens
-    mode, carries = config.run.mode, config.algorithm.dynamic_sampling.max_staleness > 0
-    meanwhile = mode == "async" or (mode == "sync" and carries and not config.rollout.deterministic)
-    phases = ("step",) if meanwhile else ("rollout", "environment", "reward")
+    mode, sampling = config.run.mode, config.algorithm.dynamic_sampling
+    carries = sampling.max_staleness > 0 and sampling.filter == "refill" and not config.rollout.deterministic
+    phases = ("step",) if mode == "async" or (mode == "sync" and carries) else ("rollout", "environment", "reward")
     writing = sum(seconds[phase] for phase in phases)
     metrics: dict[str, float | int] = {
         "rollout_step": progress.rollout_step,

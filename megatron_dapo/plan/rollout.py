@@ -4,8 +4,8 @@ All servers together are one: they hold equally many responses, which all grow b
 reads the weights and the KV cache of what is running once, or calculates, whichever takes longer, and has an overhead.
 Of a mixture's experts it reads those that the responses on a server are sent to, each taken to be as likely.
 Prompts are dispatched as `coordinator.sampler` does it, by the same two functions: in prompt order, as many as the
-pass rate asks for, until the batch is full. The surplus is interrupted then and goes on in the next step, after its
-prefixes were read again; or its end is awaited, or it is given up.
+pass rate asks for, until the batch is full. The surplus stands still then and goes on in the next step, after its
+prefixes were read again (in `sync` it goes on at once: an upper bound); or its end is awaited, or it is given up.
 
 Left out: what the balancer leaves unequal, a server's own retractions when its KV cache is full (instead only as many
 run as have room at their mean length), and rewards, which are judged meanwhile.

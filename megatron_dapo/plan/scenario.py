@@ -53,8 +53,8 @@ def changed(config: Any, changes: Changes) -> Any:
 
 
 def share_gpus(config: Config) -> bool:
-    """`run.mode: colocated`. And one trainer rank and one server of one GPU: they take turns on the same one, if a
-    machine has no other."""
+    """`run.mode: colocated`. And one trainer rank and one server of one GPU: they use the same one, if a machine
+    has no other."""
     rollout = config.rollout
     alone = not rollout.urls and config.actor.layout.world_size == rollout.servers * rollout.tensor_parallel == 1
     return alone or config.run.mode == "colocated"

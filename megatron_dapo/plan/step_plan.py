@@ -4,7 +4,8 @@ Phases follow `coordinator.loop`: the servers fill the batch while the trainer t
 kept; then the optimizer steps; then the new weights to the servers. Evaluation, checkpoints and the
 start of the run are not counted; verdicts are taken to be judged while the servers write.
 
-By `run.mode`: in `sync` one phase follows the other. In `colocated` all log-probs come after the rollout, and both
+By `run.mode`: in `sync` one phase follows the other (what a surplus draws during the updates is counted in the next
+rollout). In `colocated` all log-probs come after the rollout, and both
 sides move between GPU and host memory. In `async` the servers never wait for the trainer, nor for the slowest response
 of a batch: the step takes as long as the slower side, with what of the sync stops it.
 """

@@ -54,7 +54,7 @@ def resumed(tmp_path_factory) -> Path:
 
 
 def check_async_ledger(run_dir: Path, *, prompts: int, unfinished: int = 0) -> None:
-    """Of a finished run: `prompts` trained once each, in order with what was filtered, and `unfinished` in flight."""
+    """Of a finished run: `prompts` trained once each, in order with what was filtered. `unfinished`: at most."""
     events = read_ledger(run_dir / "ledger.jsonl")
     fates = check_ledger(events)
     stands = effective_events(events)
@@ -66,7 +66,8 @@ def check_async_ledger(run_dir: Path, *, prompts: int, unfinished: int = 0) -> N
     later = [fate for prompt, fate in fates.items() if prompt >= len(decided)]
     # Interrupted: in flight at the checkpoint of the kill, and the run ended before its turn came again.
     assert set(later) <= {"carried", "interrupted", "dispatched"}
-    assert later.count("dispatched") == unfinished, "after the last step nothing else is in flight"
+    # A verdict that comes while the last step is written down: in flight for its metrics, carried for the ledger.
+    assert later.count("dispatched") <= unfinished, "after the last step nothing else is in flight"
 
 
 RUNS = ["undisturbed", "resumed"]
