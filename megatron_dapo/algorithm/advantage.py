@@ -55,20 +55,14 @@ def group_advantages(
 
 
 def standardized(
-    deviations: Float[Tensor, " R"],
-    *,
-    epsilon: float,
-    ddof: int,
-    centred: bool,
-    counts: Int[Tensor, " R"] | None = None,
+    deviations: Float[Tensor, " R"], *, epsilon: float, ddof: int, counts: Int[Tensor, " R"] | None = None
 ) -> Float[Tensor, " R"]:
     """(D - mean D) / (std D + epsilon) over exactly the R responses given; all 0 if they are all equal.
 
     Args:
         deviations: `group_advantages` without a standard deviation.
-        centred: False leaves the mean where it is (the deviation from it still makes the std). Where every group is
-            whole, the mean is 0 anyway.
-        counts: how often each counts, for statistics over tokens: the response lengths. None: once.
+        counts: how often each counts, for statistics over tokens: the response lengths. None: once; of whole groups
+            the mean is then 0, and is not subtracted, so that a group without spread keeps an exact 0.
     """
     if deviations.numel() == 0 or bool((deviations == deviations[0]).all()):
         return torch.zeros_like(deviations)
@@ -76,7 +70,7 @@ def standardized(
     total = weight.sum()
     mean = (weight * deviations).sum() / total
     variance = (weight * (deviations - mean).square()).sum() / (total - ddof).clamp(min=1)
-    return (deviations - mean if centred else deviations) / (variance.sqrt() + epsilon)
+    return (deviations if counts is None else deviations - mean) / (variance.sqrt() + epsilon)
 
 
 def step_advantages(
@@ -91,7 +85,7 @@ def step_advantages(
     `standardized` over the mini-batch, is left to who knows the mini-batch."""
     advantages = group_advantages(rewards, epsilon=epsilon, ddof=ddof, estimator=estimator).flatten()
     if estimator == "batch_std":
-        return standardized(advantages, epsilon=epsilon, ddof=ddof, centred=False)
+        return standardized(advantages, epsilon=epsilon, ddof=ddof)
     if estimator == "reinforce_pp_baseline":
-        return standardized(advantages, epsilon=epsilon, ddof=ddof, centred=True, counts=response_lengths)
+        return standardized(advantages, epsilon=epsilon, ddof=ddof, counts=response_lengths)
     return advantages

@@ -53,9 +53,9 @@ def sequence_kl_estimate(
 
     Example: tokens with d = 0.5 and 0.3, k2: d = 0.8, k2 = 0.32, so 0.16 on each token; each one's gradient is 0.8 w.
     """
-    difference = log_probs - reference
+    difference = (log_probs - reference).double()  # so that the sum hardly depends on the order of its tokens
     totals = difference.new_zeros(sequence_lengths.shape[0]).index_add(0, sequence_index, difference)
-    return (_value(totals, estimator) / sequence_lengths.clamp(min=1))[sequence_index]
+    return (_value(totals, estimator) / sequence_lengths.clamp(min=1))[sequence_index].to(log_probs.dtype)
 
 
 def _value(difference: Tensor, estimator: Estimator) -> Tensor:
@@ -64,4 +64,4 @@ def _value(difference: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k2":
         return 0.5 * difference.square()
     # expm1 keeps k3 exact (and not negative) near 0, where exp(-d) - 1 would cancel.
-    return torch.expm1(-difference.clamp(min=-EXPONENT_BOUND)) + difference
+    return torch.expm1(-(held := difference.clamp(min=-EXPONENT_BOUND))) + held

@@ -194,7 +194,7 @@ def mini_batches(
         if algorithm.advantage.estimator == "mini_batch_std":
             epsilon, ddof = algorithm.advantage.epsilon, algorithm.advantage.ddof
             deviations = torch.from_numpy(advantages).double()
-            advantages = standardized(deviations, epsilon=epsilon, ddof=ddof, centred=True).numpy().astype(np.float32)
+            advantages = standardized(deviations, epsilon=epsilon, ddof=ddof).numpy().astype(np.float32)
         return MiniBatch(
             responses=responses,
             weights=weights.numpy().astype(np.float32),

@@ -114,5 +114,5 @@ def test_a_group_without_spread_is_zero_in_every_estimator_but_it_counts_in_the_
 
 
 def test_equal_deviations_are_standardized_to_zero():
-    assert standardized(torch.full((3,), 0.1), epsilon=1e-12, ddof=1, centred=False).tolist() == [0, 0, 0]
-    assert standardized(torch.zeros(0), epsilon=1e-12, ddof=1, centred=True).shape == (0,)
+    assert standardized(torch.full((3,), 0.1), epsilon=1e-12, ddof=1).tolist() == [0, 0, 0]
+    assert standardized(torch.zeros(0), epsilon=1e-12, ddof=1).shape == (0,)

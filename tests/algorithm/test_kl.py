@@ -132,3 +132,23 @@ def test_float32_stays_finite(estimator, gap):
     (token + whole).backward()
     assert (token + whole).isfinite()
     assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("gap", "gradient"), [(-19.0, 1 - math.exp(19)), (-25.0, 0.0), (30.0, 1.0)])
+def test_k3_never_pushes_away_from_the_reference(gap, gradient):
+    """Below the bound both of its parts are held: the linear one alone would raise the gap."""
+    leaf = torch.tensor([gap], dtype=torch.float64, requires_grad=True)
+    kl_estimate(leaf, torch.zeros(1, dtype=torch.float64), "k3").sum().backward()
+    assert leaf.grad.item() == pytest.approx(gradient)
+
+
+def test_the_sum_over_a_long_response_does_not_depend_on_its_order():
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (-torch.rand(20480, generator=generator) * 8 for _ in range(2))
+    order, index = torch.randperm(20480, generator=generator), torch.zeros(20480, dtype=torch.int64)
+    whole = {"sequence_index": index, "sequence_lengths": torch.tensor([20480])}
+    first, second = (
+        sequence_kl_estimate(mine, reference, "k2", **whole)[0]
+        for mine, reference in ((ours, theirs), (ours[order], theirs[order]))
+    )
+    torch.testing.assert_close(first, second, rtol=1e-7, atol=0)

@@ -170,6 +170,25 @@ def test_mini_batch_std_is_over_exactly_the_responses_of_the_mini_batch(config):
     assert len(stds) > 1, "all mini-batches had the same spread: the test shows nothing"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_group_without_spread_has_no_advantage_beside_others(config, seed):
+    """Its sign counts, in clip fractions and in `sapo`: exactly 0, not what rounding leaves."""
+    groups, draw = make_groups(), np.random.default_rng(seed)
+    for at, group in enumerate(groups):
+        rewards = [0.7] * GROUP if at == 1 else draw.uniform(-1, 1, GROUP).tolist()
+        changed = [replace(each, reward_shaped=value) for each, value in zip(group.responses, rewards, strict=True)]
+        groups[at] = replace(group, responses=tuple(changed))
+    found = 0
+    for batch in batches_of(config("algorithm.advantage.estimator=mini_batch_std"), groups):
+        starts = np.concatenate([[0], np.cumsum(batch.responses.sequence_lengths)[:-1]])
+        names = batch.responses.token_ids[starts + batch.responses.prompt_lengths]
+        got = batch.advantages[np.concatenate([[0], np.cumsum(batch.responses.response_lengths)[:-1]])]
+        flat = names // 10 == groups[1].position
+        assert (got[flat] == 0).all()
+        found += int(flat.sum())
+    assert found == GROUP
+
+
 def test_mini_batches_of_a_small_step_are_equal_in_size(config):
     sizes = [len(batch.responses) // GROUP for batch in batches_of(config(), make_groups(5))]
     assert sizes == [2, 2, 1]
