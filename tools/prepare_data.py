@@ -199,6 +199,7 @@ def _rows(
                 check_ground_truth(options.verifier, row.answer)
             except (DataError, VerifierError) as error:
                 message = str(error) if isinstance(error, DataError) else f"{place}: {error}"
+                message = re.sub(r"options\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), message)
                 if options.broken_rows == "stop":
                     raise DataError(f"{message} (--broken-rows skip sets such rows aside)") from None
                 counts["broken"] += 1

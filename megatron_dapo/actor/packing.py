@@ -154,8 +154,7 @@ def pack_micro_batch(
     continued[ranges(starts, lengths - 1)] = True
     positions = ranges(np.zeros_like(occupied), occupied)
     predictors = np.flatnonzero(is_target) - 1
-    targets = row[predictors + 1]
-    places = np.arange(len(predictors))
+    targets, places = row[predictors + 1], np.arange(len(predictors))
 
     if layout.context > 1:
         held = zigzag_positions(occupied, layout.context, context_rank)
@@ -194,8 +193,7 @@ def zigzag_positions(lengths: Int[np.ndarray, " S"], context: int, context_rank:
 
     `lengths`: each a multiple of 2 x `context`. [8] over 2 ranks: rank 0 has 0 1 6 7, rank 1 has 2 3 4 5.
     """
-    piece = np.asarray(lengths, dtype=np.int64) // (2 * context)
-    starts = exclusive_sum(lengths)
+    piece, starts = np.asarray(lengths, dtype=np.int64) // (2 * context), exclusive_sum(lengths)
     first, last = starts + context_rank * piece, starts + (2 * context - 1 - context_rank) * piece
     return ranges(np.stack([first, last], axis=1).reshape(-1), np.repeat(piece, 2))
 

@@ -78,6 +78,5 @@ def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:
     for _ in range(6):  # the first one opens connections
         with clock.measure("all-reduce"):
             torch.distributed.all_reduce(values, group=group)
-    seconds = [end - start for _, start, end, _ in clock.times()]
-    ranks = torch.distributed.get_world_size(group)
+    seconds, ranks = [end - start for _, start, end, _ in clock.times()], torch.distributed.get_world_size(group)
     return {"bytes": values.nbytes, "ranks": ranks, "seconds": statistics.median(seconds[1:])}

@@ -198,8 +198,7 @@ class ForwardBackward:
             item = next(data)
             if self.clock is not None:
                 self.clock.describe(tokens=item.packed.input_ids.size)
-            ids, positions = item.tokens.unbind()
-            sequences = item.sequences
+            (ids, positions), sequences = item.tokens.unbind(), item.sequences
             if item.packed.routing is not None:
                 # By micro-batch, in an object that Megatron drops after backward: all rows at once are gigabytes.
                 sequences = copy.copy(sequences)
@@ -224,8 +223,7 @@ class ForwardBackward:
         rows, targets, places = item.index.unbind()
         wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens
         # An index [0] instead would write the whole gradient once more in backward.
-        output = output.squeeze(0)
-        weight = output_weight(self.chunks[-1])
+        output, weight = output.squeeze(0), output_weight(self.chunks[-1])
         if weight is None:
             log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=chunk)
         else:

@@ -99,8 +99,7 @@ class Responses:
     def select(self, indices: np.ndarray) -> "Responses":
         """The responses at `indices` [any number], in that order."""
         lengths = self.sequence_lengths[indices]
-        starts = exclusive_sum(self.sequence_lengths)[indices]
-        owners = self._given_owners
+        starts, owners = exclusive_sum(self.sequence_lengths)[indices], self._given_owners
         first = np.searchsorted(owners, indices)
         runs = np.searchsorted(owners, indices, side="right") - first
         kept = ranges(first, runs)

@@ -76,6 +76,10 @@ def _by_transformers(model: Path, tokenizer: Any, request: GenerationRequest) ->
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
+    from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+
+    with SafetensorsReader(model):
+        pass  # a file that is missing or cut is known by now
     network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True)
     ids, sampling = torch.tensor(request.prompt_ids[None], dtype=torch.int64), request.sampling
     drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}

@@ -36,7 +36,10 @@ def exit_code_of(error: BaseException) -> ExitCode | None:
 
 
 def named(error: BaseException) -> str:
-    """The message of an error that explains itself, under the name by which docs/operations.md lists it. An error of
-    the config or of the command line names its key or option; those of files their file."""
-    plain = type(error).__name__ == "ConfigError" or isinstance(error, OSError)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
+    """The message of an error that explains itself, under its name and that by which docs/operations.md lists it. An
+    error of the config or of the command line names its key or option; those of files their file."""
+    name = type(error).__name__
+    listed = next((kind.__name__ for kind in type(error).__mro__ if "exit_code" in vars(kind)), name)
+    if name == "ConfigError" or isinstance(error, OSError):
+        return str(error)
+    return f"{name}: {error}" if listed == name else f"{name} ({listed}): {error}"

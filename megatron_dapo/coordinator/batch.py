@@ -26,7 +26,7 @@ from megatron_dapo.algorithm.aggregation import kl_scale, token_weights
 from megatron_dapo.algorithm.entropy_control import controlled
 from megatron_dapo.algorithm.importance import Correction, Mismatch, correction_weights, mismatch
 from megatron_dapo.algorithm.losses import LOSSES
-from megatron_dapo.algorithm.policy_loss import Objective, PolicyObjective
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.algorithm.token_loss import PolicyLoss
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.algorithm_config import ESTIMATORS, AdvantageConfig, AlgorithmConfig
@@ -62,7 +62,7 @@ class StepArrays:
     """bool [R]; False where overlong filtering masks a truncated response."""
 
 
-def objective_of(algorithm: AlgorithmConfig) -> Objective:
+def objective_of(algorithm: AlgorithmConfig) -> PolicyObjective:
     """What an optimizer step minimises.
 
     Raises:
@@ -104,8 +104,10 @@ def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config:
         return step_advantages(rewards, response_lengths, epsilon=config.epsilon, ddof=config.ddof, estimator=known)
     try:
         found = load_named(config.estimator)(rewards, response_lengths.reshape(rewards.shape))
-    except ImportError as error:
-        raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {error}") from None
+    except Exception as error:  # a user's code may fail in any way
+        raise ConfigError(
+            f"algorithm.advantage.estimator = {config.estimator}: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(found, torch.Tensor) and found.shape == rewards.shape and found.isfinite().all()):
         wanted = f"must give finite numbers {[*rewards.shape]}, one a response; got {found!r:.200}"
         raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {wanted}")

@@ -201,7 +201,7 @@ class _Reading:
                 raise DataError(f"{place}: {told} that holds {{prompt}}") from error
             if self._is_copy((text, apart), row.answer, self._by_text) or self._too_long(ids, place):
                 continue
-            if len(ids) == 0 or int(ids.max()) >= (size := self._text.vocab_size):
+            if int(ids.max(initial=0)) >= (size := self._text.vocab_size) or len(ids) == 0:
                 raise DataError(f"{place}: the tokenizer gives ids outside the model's vocabulary of {size}, or none")
             chat = self._config.template == "chat" or isinstance(raw, list)
             about: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.environment}

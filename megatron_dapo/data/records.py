@@ -199,7 +199,7 @@ def parse_row(record: Any, file: PromptFile, place: str) -> Row:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from None
     if not isinstance(record, dict):
-        raise DataError(f"{place}: a JSON {type(record).__name__} and no object with the columns of a row")
+        raise DataError(f"{place}: a JSON {type(record).__name__} and no object with columns (CSV: too many cells)")
     _check_columns(record, file, place)
     answer, structured = _answer(record, columns, place)
     source = file.name if columns.source_key is None else _text(record, columns.source_key, "source_key", place)

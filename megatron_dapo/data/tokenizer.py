@@ -95,7 +95,10 @@ def _load_tokenizer(folder: Path) -> Any:
         else:
             from transformers import AutoTokenizer as Loader
         # With the length that the folder names, it warns of errors that no server makes.
-        return Loader.from_pretrained(str(folder), local_files_only=True, model_max_length=sys.maxsize)
+        loaded = Loader.from_pretrained(str(folder), local_files_only=True, model_max_length=sys.maxsize)
+        if len(loaded) < 3:  # transformers invents one where there is no file of a tokenizer
+            raise ValueError("no tokenizer files there")
+        return loaded
     except Exception as error:  # the libraries raise anything for a damaged file, bare Exception too
         raise TokenizerError(f"model.path = {folder}: its tokenizer cannot be loaded ({error!r})") from None
 

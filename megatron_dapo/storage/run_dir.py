@@ -109,7 +109,7 @@ class Checkpoint:
 
 
 @contextmanager
-def _usable(path: str | Path, other: str = "choose a directory of your own") -> Iterator[None]:
+def usable(path: str | Path, other: str = "choose a directory of your own") -> Iterator[None]:
     """An OSError of the body becomes a RunDirError that names the run directory and what to do: `other`."""
     try:
         yield
@@ -127,7 +127,7 @@ def has_run(path: Path) -> bool:
     Raises:
         RunDirError: that cannot be seen.
     """
-    with _usable(path), suppress(FileNotFoundError, NotADirectoryError):
+    with usable(path), suppress(FileNotFoundError, NotADirectoryError):
         return (path / LEDGER).stat().st_size > 0
     return False
 
@@ -147,9 +147,9 @@ class RunDir:
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
         self.ledger, self.logs, self.rollout = self.path / LEDGER, self.path / "logs", self.path / "rollout"
-        with _usable(path, WRITABLE):
+        with usable(path, WRITABLE):
             self.logs.mkdir(parents=True, exist_ok=True)
-        with _usable(path):
+        with usable(path):
             self._lock = files.lock_folder(self.path).lock
         self._identity = _identity(self.path)
         try:
@@ -290,7 +290,7 @@ def newest_step(path: Path) -> int:
     Raises:
         RunDirError: no directory can be at this path.
     """
-    with _usable(path, WRITABLE):
+    with usable(path, WRITABLE):
         found = _checkpoints(path)
     return found[-1].step if found else 0
 

@@ -93,8 +93,9 @@ def _bare(text: str) -> str:
 
 
 def _names_agree(answer: Answer, truth: Answer) -> bool:
-    """`y = 3` is not `x = 3`. A longer left side (`f(2) = 3`) is taken for a derivation, not for a name."""
-    return not (len(answer.name) == len(truth.name) == 1) or answer.name == truth.name
+    """`y = 3` is not `x = 3`, nor `a_2 = 3` `a_1 = 3`. A left side of another length is taken for a derivation, not for
+    a name; one in another order (`x + y`) for the same."""
+    return len(answer.name) != len(truth.name) or sorted(answer.name) == sorted(truth.name)
 
 
 def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
@@ -124,11 +125,11 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
 
 
 def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
-    """`y=2, x=1` as `x=1, y=2`; values of one unknown (`x_1=2, x_2=1`) without their numbering."""
+    """`y=2, x=1` as `x=1, y=2`, also `f(2)=0, f(1)=1`; of one unknown (`x_1=2, x_2=1`) without their numbering."""
     names = [item.name for item in items]
-    if len(set(names)) == len(names) and all(len(name) == 1 and name.isalpha() for name in names):
-        return tuple(sorted(items, key=lambda item: item.name))
     roots = {_PATTERNS["index"].sub("", name) for name in names}
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=roots.copy().pop()) for item in items)
+    if len(set(names)) == len(names) and all((len(name) == 1 and name.isalpha()) or "(" in name for name in names):
+        return tuple(sorted(items, key=lambda item: item.name))
     return items

@@ -54,8 +54,8 @@ def read_number(text: str) -> Number | None:
     """The number that the whole cleaned text states, None if it states none. Example: read_number("-1,234.50 cm")."""
     if len(text) > NUMERAL_LIMIT:
         return None
-    text = text.strip()
-    while text[:1] in ("(", "[") and text[-1:] in (")", "]") and text[1:-1].count(text[0]) == 0:
+    text, pair = text.strip(), "," in text.replace(",000", "")  # `(1,168)` is a point, `(1,000)` hardly
+    while text[:1] in ("(", "[") and text[-1:] in (")", "]") and text[1:-1].count(text[0]) == 0 and not pair:
         text = text[1:-1].strip()
     if text[:1].isalpha():
         text = _spelled_out(_PATTERNS["currency_code"].sub(lambda code: WORDS["currency_codes"][code[1].upper()], text))

@@ -146,12 +146,16 @@ def prepare() -> None:
 
 def equivalent(answer: str, truth: str) -> bool:
     """Whether two normalised expressions are equal, exactly. May never end: call it where it can be killed."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import Expr, I, Symbol
 
+    kept = NormalizationConfig(malformed_operators=True, nits=True)  # its `units` takes the `h` of `r^2 h` for hours
+    reads = [LatexExtractionConfig(normalization_config=kept)]
+
     def parsed(text: str) -> list:
         # no time limit of the library's: it works by signals, swallows errors, and the pool has the last word anyway
-        return parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+        return parse(f"${text}$", reads, fallback_mode="no_fallback", parsing_timeout=None)
 
     gold, target = parsed(truth), parsed(answer)
     if not gold or not target:

@@ -66,7 +66,7 @@ def _import_named(tree: ast.AST) -> None:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     for name in sorted(names):
         top = name.partition(".")[0]
-        runs = any(part.startswith("__") for part in name.split("."))  # `venv.__main__` is a program, not a module
+        runs = "__main__" in name.split(".")  # `venv.__main__` is a program, not a module
         if top in sys.stdlib_module_names and top not in _NOT_IMPORTED and not runs:
             try:
                 importlib.import_module(name)

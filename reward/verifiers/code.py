@@ -21,6 +21,7 @@ import signal
 import tempfile
 import time
 from contextlib import closing
+from textwrap import dedent
 from typing import Any
 
 from reward.code.sandbox import Sandbox
@@ -72,9 +73,10 @@ def check_system() -> None:
 
 def last_program(response: str) -> str | None:
     """The last closed block of the response that is marked as Python; where none is, the last one without a mark."""
-    blocks = [(found[1].lower(), found[2]) for found in _BLOCK.finditer(response)]
+    blocks = [(block[1].lower(), dedent(block[2])) for block in _BLOCK.finditer(response)]
     marked = [program for language, program in blocks if language in _LANGUAGES]
-    return (marked or [program for language, program in blocks if not language] or [None])[-1]
+    found = marked or [program for language, program in blocks if not language]
+    return found[-1] if found else None
 
 
 def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:

@@ -89,8 +89,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
     def _plan(self, requests: Tensor, lengths: list[int], new: list[int]) -> list[Group]:
         """`requests`: [n] rows of the table of slots."""
-        table = self.req_to_token_pool.req_to_token
-        starts = torch.tensor([0, *new]).cumsum(0)
+        table, starts = self.req_to_token_pool.req_to_token, torch.tensor([0, *new]).cumsum(0)
         groups = []
         for (queries, keys), members in group_requests(lengths, new, table.shape[1]).items():
             most = max(1, min(MASK_ELEMENTS // (queries * keys), KEY_ELEMENTS // (keys * self.key_width)))

@@ -117,8 +117,7 @@ def server_tensors(config: Mapping[str, Any], names: Container[str], info: Serve
     architecture = (config.get("architectures") or ["?"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(f"config.json: checksums of {architecture} are not known, only of {ARCHITECTURES}")
-    layout = _Layout(config, info)
-    whole = ["model.norm.weight", "model.embed_tokens.weight"]
+    layout, whole = _Layout(config, info), ["model.norm.weight", "model.embed_tokens.weight"]
     if not config.get("tie_word_embeddings"):  # a tied head is the embedding itself; a copy in the file is not loaded
         whole.append("lm_head.weight")
     mixture = architecture == MIXTURE

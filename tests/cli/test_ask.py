@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from megatron_dapo.actor.weights.hf_files import WeightsError
 from megatron_dapo.cli.ask import ask, by_server
 from megatron_dapo.cli.command_line import model_config
 from megatron_dapo.config import ConfigError, dump_config
@@ -28,6 +29,12 @@ def test_an_empty_prompt_is_refused_in_words():
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path):
     with pytest.raises(ConfigError, match="give the folder of a model"):
         ask(str(tmp_path), "1 + 1?")
+
+
+def test_a_model_without_weights_is_refused_in_words(tmp_path):
+    shutil.copytree(BASE, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
+    with pytest.raises(WeightsError, match="model"):
+        ask(str(tmp_path / "model"), "1 + 1?")
 
 
 def test_the_models_chat_template_surrounds_the_prompt(capsys):

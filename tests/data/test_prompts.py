@@ -84,7 +84,7 @@ def test_the_template_surrounds_the_prompt(tmp_path):
         ({"prompt": "a", "answer": None}, "expected a text or a number"),
         ({"prompt": ["a"], "answer": "1"}, "no chat list"),
         ({"prompt": [{"role": "user", "content": None}], "answer": "1"}, "both texts"),
-        ("[1]\n", "a JSON list and no object"),
+        ("[1]\n", "a JSON list and no object with columns"),
         ("5\n", "a JSON int and no object"),
         ({"prompt": "a \ud800 b", "answer": "1"}, "holds '\\ud800', half a character"),
         ({"prompt": [{"role": "user", "content": "\udc00"}], "answer": "1"}, "holds '\\udc00'"),

@@ -41,6 +41,14 @@ def test_a_damaged_file_is_one_error_that_names_the_folder(folder, name, content
     assert str(folder) in str(error.value)
 
 
+def test_a_folder_without_any_file_of_a_tokenizer_is_said_to_have_none(folder):
+    """transformers makes one up, of a single token."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).unlink()
+    with pytest.raises(TokenizerError, match="no tokenizer files there"):
+        load_text_tools(folder)
+
+
 @given(
     text=st.text(
         alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("0123456789 \n+=Answer:</s>"))

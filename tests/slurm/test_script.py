@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.cli.slurm import slurm
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.slurm.node import Job, NodeError
 from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen, used_of_nodes
+from megatron_dapo.storage.run_dir import RunDirError
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "qwen2.5_32b").glob("*.yaml"))
@@ -351,3 +353,11 @@ def test_what_a_run_that_died_left_of_the_scripts_own_is_gone_before_the_queue(j
 def test_set_e_of_a_setup_line_does_not_keep_a_job_from_its_queue(tmp_path):
     text = script(overrides=[f"run.dir={tmp_path}"], setup=("set -e",))
     assert text.index("checked 'set -e'") < text.index("set +e -uo pipefail") < text.index("wait ")
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(
+        RunDirError, match=r"run.dir = .*a.csv: Not a directory; choose a directory that can be written"
+    ):
+        slurm(QUICKSTART, [f"run.dir={tmp_path}/a.csv"], gpus_per_node=0)

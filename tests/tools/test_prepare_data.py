@@ -54,6 +54,12 @@ def test_convert_keeps_each_problem_once_and_says_what_became_of_the_others(tmp_
     assert "| integer | 21 |" in page
 
 
+def test_a_missing_column_is_named_with_the_option_that_chooses_one(tmp_path, capsys):
+    file = write(tmp_path / "p.jsonl", [{"question": "a", "answer": "1"}])
+    assert main(["convert", file, "--out", str(tmp_path / "out")]) == EXIT_USAGE
+    assert "no column 'prompt' (--prompt-key)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["nowhere", "refuses system turns"])
 def test_a_tokenizer_that_is_of_no_use_is_named_before_anything_is_written(tmp_path, capsys, model):
     folder = tmp_path / "model"

@@ -149,12 +149,10 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
         import torch  # here: a config is checked without waiting seconds for it
 
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        plain = 1.0 / self.rope_theta**exponents
-        scaling = self.rope_scaling
+        plain, scaling = 1.0 / self.rope_theta**exponents, self.rope_scaling
         if scaling is None:
             return plain
-        length = scaling.original_max_position_embeddings
-        wavelength = 2 * math.pi / plain
+        length, wavelength = scaling.original_max_position_embeddings, 2 * math.pi / plain
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         # 1 for wavelengths short enough to be kept, 0 for those stretched in full, linear in frequency between.
         kept = ((length / wavelength - low) / (high - low)).clamp(0.0, 1.0)

@@ -137,8 +137,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
-        logits, rows, targets, *statistics = ctx.saved_tensors
-        shard, temperature, chunk = ctx.options
+        (logits, rows, targets, *statistics), (shard, temperature, chunk) = ctx.saved_tensors, ctx.options
         down, spread = _scaled(grad_log_probs, grad_entropy, statistics[0], temperature)
         # Rows that were not asked for, and padding columns, keep the zeros.
         grad_logits = torch.zeros_like(logits)
@@ -233,8 +232,7 @@ def reduce_columns(columns: Tensor, targets: Tensor, temperature: float) -> Tens
     """[4, rows]: the largest logit, sum of exp(x), sum of exp(x) * x, the target's logit or 0. x is relative to the
     largest. Changes `columns`."""
     ours, column = _own_targets(targets, columns.shape[1])
-    target = columns.gather(1, column[:, None]).squeeze(1) * ours
-    maximum = columns.amax(dim=1)
+    target, maximum = columns.gather(1, column[:, None]).squeeze(1) * ours, columns.amax(dim=1)
     x = _relative(columns, maximum, temperature)
     exp = x.exp()
     return torch.stack([maximum, exp.sum(dim=1), exp.mul_(x).sum(dim=1), target])

@@ -90,8 +90,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
     """Megatron's config: the model, the layout, the precision, and the fusions that the device has."""
     layout = actor.layout
     check_actor(hf, actor)
-    cuda = device.device.type == "cuda"
-    torch_dtype = getattr(torch, dtype)
+    cuda, torch_dtype = device.device.type == "cuda", getattr(torch, dtype)
     return TransformerConfig(
         **{name: getattr(hf, name) for name in SIZES},
         kv_channels=hf.head_dim,

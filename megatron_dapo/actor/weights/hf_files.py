@@ -209,8 +209,7 @@ class FolderPlan:
         dtype = stored_dtype(name, self.shapes, self.dtype)
         if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != dtype:
             raise WeightsError(f"{folder}: {name} is planned as {self.shapes[name]}, got {tensor.shape, tensor.dtype}")
-        file, offset = self.places[name]
-        source = bytes_of(tensor.contiguous())
+        (file, offset), source = self.places[name], bytes_of(tensor.contiguous())
         with (folder / file).open("r+b", buffering=0) as stream:
             while source:
                 count = os.pwrite(stream.fileno(), source[:PIECE_BYTES], offset)

@@ -34,8 +34,7 @@ class GMPO:
 
     def __call__(self, log_probs: Float[Tensor, " T"], columns: LossColumns) -> TokenLoss:
         difference, advantages = log_probs - columns.old_log_probs, columns.advantages
-        above = math.log1p(self.high)
-        below = math.log1p(-self.low) if self.low < 1 else -math.inf
+        above, below = math.log1p(self.high), math.log1p(-self.low) if self.low < 1 else -math.inf
         clipped = torch.where(advantages > 0, difference.clamp(max=above), difference.clamp(min=below))
         mean = response_mean(clipped, columns).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
         return TokenLoss(loss=-mean * advantages, stats=clip_stats(difference.detach(), advantages, below, above))
