@@ -93,9 +93,10 @@ def _bare(text: str) -> str:
 
 
 def _names_agree(answer: Answer, truth: Answer) -> bool:
-    """`y = 3` is not `x = 3`, nor `a_2 = 3` `a_1 = 3`. A left side of another length is taken for a derivation, not for
-    a name; one in another order (`x + y`) for the same."""
-    return len(answer.name) != len(truth.name) or sorted(answer.name) == sorted(truth.name)
+    """`y = 3` is not `x = 3`, nor `a_2 = 3` `a_1 = 3`. A left side of another length, or without a letter, is taken for
+    a derivation, not for a name; one in another order (`x + y`) for the same."""
+    derived = len(answer.name) != len(truth.name) or not any(map(str.isalpha, answer.name))
+    return derived or sorted(answer.name) == sorted(truth.name)
 
 
 def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
@@ -110,6 +111,8 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     if truth.brackets == "{}" and answer.brackets not in ("", "{}"):
         return False, Rule.LIST
     given, asked = _by_name(answer.items), _by_name(truth.items)
+    if given and not given[0].name and "(" in asked[0].name:
+        asked = truth.items  # values alone, in the order asked
     names = {item.name for item in (*given, *asked)}
     unordered = truth.brackets in ("", "{}") and answer.brackets in ("", "{}") and len(names - {""}) <= 1
     undecided, remaining = False, list(given)

@@ -63,7 +63,8 @@ def read_number(text: str) -> Number | None:
     assert start is not None, "every part of the pattern is optional"
     for form in _FORMS:
         found = form.match(text, start.end())
-        if found is None:
+        summed = found is not None and {"+", "/"} <= set(found[0])
+        if found is None or (summed and start["sign"] == "-"):  # `-2+1/2`, unlike `2+1/2`, is no mixed number
             continue
         scale = _PATTERNS["scale"].match(text, found.end())
         suffix = _read_suffix(text[(scale or found).end() :])
@@ -78,7 +79,7 @@ def read_number(text: str) -> Number | None:
         if currency and unit != currency:
             unit = f"{currency}/{unit}" if unit else currency
         value *= WORDS["scales"][scale[1].lower()] if scale else 1
-        return Number(-value if start["sign"] == "-" else value, unit, percent, unreduced)
+        return Number(-value if start["sign"] == "-" else value, unit, percent, unreduced or summed)
     return None
 
 

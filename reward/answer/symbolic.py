@@ -75,6 +75,11 @@ def without_capitals(text: str, truth: str) -> str:
     return _PATTERNS["letters"].sub(lambda found: found[0].translate(table), text) if table else text
 
 
+def letters(text: str) -> str:
+    """All that may be variables."""
+    return "".join(_PATTERNS["letters"].findall(text))
+
+
 def _names(text: str) -> set[str]:
     return set(_PATTERNS["names"].findall(text.replace(" ", "")))
 
@@ -150,7 +155,9 @@ def equivalent(answer: str, truth: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import Expr, I, Symbol
 
-    kept = NormalizationConfig(malformed_operators=True, nits=True)  # its `units` takes the `h` of `r^2 h` for hours
+    # Its `units` takes the `h` of `r^2 h` for hours; a word of four letters is no product.
+    units = _PATTERNS["word"].search(truth) is not None
+    kept = NormalizationConfig(malformed_operators=True, nits=True, units=units)
     reads = [LatexExtractionConfig(normalization_config=kept)]
 
     def parsed(text: str) -> list:

@@ -73,10 +73,12 @@ def check_system() -> None:
 
 def last_program(response: str) -> str | None:
     """The last closed block of the response that is marked as Python; where none is, the last one without a mark."""
-    blocks = [(block[1].lower(), dedent(block[2])) for block in _BLOCK.finditer(response)]
+    found = [(block[1].lower(), block[2]) for block in _BLOCK.finditer(response)]
+    # Of one in a list. Elsewhere it would empty lines of white space, which a string may hold.
+    blocks = [(language, dedent(text) if text[:1] in " \t" else text) for language, text in found]
     marked = [program for language, program in blocks if language in _LANGUAGES]
-    found = marked or [program for language, program in blocks if not language]
-    return found[-1] if found else None
+    programs = marked or [program for language, program in blocks if not language]
+    return programs[-1] if programs else None
 
 
 def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:

@@ -153,6 +153,8 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     answered = answer.text if "=" in truth.text else answer.body or answer.text
     truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
     answer_text, answer_unit = split_unit(answered.lstrip("$"))
+    if answer_unit and not truth_unit and answer_unit[0] in symbolic.letters(truth_text):
+        answer_text, answer_unit = answered, ""  # `\sqrt3\, s^2` of `s^2\sqrt3`
     if answer.number is not None and not answer.number.percent and "=" not in truth.text:
         answer_text = str(answer.number.value)
     if truth_unit and answer_unit and truth_unit != answer_unit:

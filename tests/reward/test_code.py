@@ -326,6 +326,7 @@ def test_the_pool_runs_it_beside_others(make_pool):
         ("```\na\n```\n```\nb\n```", "b\n"),
         ("```python\na\n```\nprints\n```\n4\n```", "a\n"),
         ("  ```Python3 title=x\n  a\n  ```", "a\n"),
+        ('```python\ns = """a\n   \nb"""\n```', 's = """a\n   \nb"""\n'),
         ("1. So:\n\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
         ("```python\na", None),
         ("a = 1", None),

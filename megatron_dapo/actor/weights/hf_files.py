@@ -241,8 +241,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _set_types(config_file: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None) -> None:
-    fields = json.loads(config_file.read_text())
-    name = str(dtype).removeprefix("torch.")
+    fields, name = json.loads(config_file.read_text()), str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in fields] or ["torch_dtype"]
     fields |= dict.fromkeys(keys, name) | ({"quantization_config": dict(quantization)} if quantization else {})
     config_file.write_text(json.dumps(fields, indent=2) + "\n")
