@@ -152,7 +152,7 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
         return None
     answered = answer.text if "=" in truth.text else answer.body or answer.text
     truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
-    answer_text, answer_unit = split_unit(answered.lstrip("$"))
+    answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
     if answer_unit and not truth_unit and answer_unit[0] in symbolic.letters(truth_text):
         answer_text, answer_unit = answered, ""  # `\sqrt3\, s^2` of `s^2\sqrt3`
     if answer.number is not None and not answer.number.percent and "=" not in truth.text:

@@ -93,7 +93,6 @@ CASES = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1", "output": "0"}]
         ("import sys\nfor line in sys.stdin:\n    print(sum(map(int, line.split())), ' \\n')", True),
         (PROGRAM + "\nexit()", True),
         ("from __future__ import annotations\n" + PROGRAM, True),
-        ("from __future__ import print_function, division\n" + PROGRAM, True),
         (PROGRAM + "\nraise SystemExit(1)", False),
         (PROGRAM + "\n1 / 0", False),
         (PROGRAM.replace("+", "-"), False),
@@ -322,7 +321,6 @@ def test_the_pool_runs_it_beside_others(make_pool):
     [
         ("```python\na\n```\nor\n```py\nb\n```", "b\n"),
         ("```python\na\n```\n```json\n{}\n```", "a\n"),
-        ("```\na\n```", "a\n"),
         ("```\na\n```\n```\nb\n```", "b\n"),
         ("```python\na\n```\nprints\n```\n4\n```", "a\n"),
         ("  ```Python3 title=x\n  a\n  ```", "a\n"),

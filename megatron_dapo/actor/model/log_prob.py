@@ -252,8 +252,7 @@ def combine(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Largest logit M, log sum exp((logit - M) / temperature), log-prob and entropy, each [n], from every rank's
     [4, n]; the same on all of them."""
-    ranks = 1 if group is None else group.size()
-    gathered = piece[None]
+    ranks, gathered = 1 if group is None else group.size(), piece[None]
     if ranks > 1:
         gathered = piece.new_empty((ranks, *piece.shape))
         dist.all_gather_into_tensor(gathered.view(-1), piece.view(-1), group=group)
