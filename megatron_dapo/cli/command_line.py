@@ -84,7 +84,7 @@ def wide_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> None:
     """What SIGINT would do; a KeyboardInterrupt where it is ignored, as in a shell's background."""
     handler = signal.getsignal(signal.SIGINT)
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
@@ -96,7 +96,7 @@ def comparison_command(compare: Callable[P, bool]) -> Callable[P, None]:
     @functools.wraps(compare)
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         # Like an interrupt from the keyboard: ranks are ended and files removed on the way out.
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
         try:
             same = compare(*args, **kwargs)
         except KeyboardInterrupt:

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of, model_config
+from megatron_dapo.cli.command_line import Overrides, comparison_command, config_of, interrupt, model_config
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.data.hub import local_path, with_local_paths
 
@@ -40,6 +41,8 @@ async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, 
     from megatron_dapo.monitor.console import Console, text_page
 
     config, folder, step = find_target(target, overrides, model)
+    # With a handler of its own the loop wakes at every signal, also at one that comes just before it waits.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)
     console, out = Console(), out or folder
     weights = Path(config.model.path)
     console.note(f"evaluating {', '.join(config.rollout.urls) or weights}")

@@ -10,7 +10,9 @@ from megatron_dapo.cli.exit_codes import ExitCode
 from tests.processes import ROOT
 
 PROGRAM = """
-import asyncio, signal, sys
+import asyncio, signal, sys, threading, time
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # the system hands them to the other thread: nothing wakes this one
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from megatron_dapo.cli import main
 from megatron_dapo.diagnostics import evaluation_session
@@ -27,10 +29,11 @@ main.main()
 """
 
 
+@pytest.mark.parametrize("blocked", [set(), {2, 15}], ids=["", "in another thread"])
 @pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(("ending_s", "code"), [(0.1, ExitCode.CONTINUE), (100, ExitCode.INTERRUPTED)])
-def test_the_first_signal_ends_it_in_order_and_the_second_at_once(word, ending_s, code):
-    program = PROGRAM.replace("ENDING_S", str(ending_s))
+def test_the_first_signal_ends_it_in_order_and_the_second_at_once(word, ending_s, code, blocked):
+    program = PROGRAM.replace("ENDING_S", str(ending_s)).replace("BLOCKED", str(blocked))
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in ("asked", "ending"):
