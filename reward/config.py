@@ -1,6 +1,5 @@
 """Section `reward`: which rule judges a response and how long it may take."""
 
-import re
 from dataclasses import field
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -13,8 +12,6 @@ from reward.registry import find
 
 STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
-
 
 def check_url(url: str) -> str:
     """The address of a service itself. Raises ValueError: no request could ever be sent there."""
@@ -24,12 +21,10 @@ def check_url(url: str) -> str:
         AnyHttpUrl(url)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
-    parts = urlsplit(url)
-    host = (parts.hostname or "").removesuffix(".")
-    if len(host) > 253 or not (":" in host or all(map(_LABEL.fullmatch, host.split(".")))):
-        raise ValueError(f"host {host[:80]!r} is not a host name")
-    if parts.port == 0:
-        raise ValueError("port 0 must be a number from 1 to 65535")
+    try:
+        (urlsplit(url).hostname or "").encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"its host is not a host name: {error.__cause__ or error}") from None
     return url
 
 

@@ -137,7 +137,6 @@ class MegatronActor:
         import megatron.core
 
         return {
-            "rank": self.rank,
             "layout": dataclasses.asdict(self.config.layout),
             "device": str(self.device.device),
             "collectives": self.device.backend,
@@ -146,7 +145,6 @@ class MegatronActor:
             "host_memory_between_phases": ", ".join(self.memory.away) or "nothing",
             "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
             "dtype": self.model.dtype,
-            "model": self.model.path,
             "parameters": sum(map(math.prod, self._weights.hf_shapes(self.hf).values())),
             "parameters_here": sum(one.numel() for chunk in self._chunks for one in chunk.module.parameters()),
             "megatron_core": megatron.core.__version__,

@@ -106,9 +106,6 @@ def step_metrics(
         metrics["correction/masked"] = correction.masked_share
     metrics |= {f"timing/{name}": value for name, value in seconds.items()}
     metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in evaluation.items()}
-    if evaluation:
-        oldest, newest = zip(*(answers.versions for answers in evaluation.values()), strict=True)
-        metrics |= {"evaluation/oldest_version": min(oldest), "evaluation/newest_version": max(newest)}
     return metrics
 
 

@@ -79,8 +79,6 @@ class Answers:
     """The first response to each problem."""
     correct: tuple[bool, ...]
     """Its verdict."""
-    versions: tuple[int, int]
-    """Oldest and newest version of the weights that wrote a token."""
 
 
 class Evaluator:
@@ -214,12 +212,10 @@ class Evaluator:
 
 
 def _summary(problems: ProblemAnswers) -> Answers:
-    everyone = [answer for answers in problems for answer in answers]
     return Answers(
         accuracy=stats.clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems])),
         texts=tuple(answers[0].text for answers in problems),
         correct=tuple(answers[0].correct for answers in problems),
-        versions=(min(answer.versions[0] for answer in everyone), max(answer.versions[1] for answer in everyone)),
     )
 
 

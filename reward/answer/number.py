@@ -112,6 +112,7 @@ def _value(parts: dict[str, str]) -> tuple[Fraction, bool] | None:
 
 
 _UNITS = {word: name for name, words in WORDS["units"].items() for word in words.split()}
+_UNITS = {word.lower(): name for word, name in _UNITS.items() if len(word) > 1} | _UNITS
 _NOT_UNITS = {*WORDS["no_units"]["hedges"].split(), *WORDS["no_units"]["others"].split(), *_NUMBER_WORDS}
 _TEMPERATURES = frozenset({"celsius", "fahrenheit"})
 
@@ -120,6 +121,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
     """(unit, percent) that the text behind a number states, None if it makes the number something else."""
     if not text or text.isspace() or _PATTERNS["base_ten"].fullmatch(text):
         return "", False
+    text = _PATTERNS["unit_product"].sub(" ", text)
     found = _PATTERNS["suffix"].fullmatch(text)
     if found is None or "\\" in text or len(text) > 60:
         return None
@@ -145,7 +147,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
 
 def _unit(word: str) -> str | None:
     """The name of a unit, "" for what only goes with one (`square`, `per`), None for any other word."""
-    return _UNITS.get(word.lower(), _UNITS.get(word.lower().removesuffix("s")))
+    return next((_UNITS[one] for one in (word, word.lower(), word.lower().removesuffix("s")) if one in _UNITS), None)
 
 
 def split_unit(text: str) -> tuple[str, str]:

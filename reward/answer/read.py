@@ -56,7 +56,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if sentences:
         if (concluded := _PATTERNS["conclusion"].fullmatch(text)) and read(concluded[1]).number is not None:
             text = concluded[1]  # `m = 3, n = 4, so m + n = 7`
-        text = _PATTERNS["tail"].sub("", _PATTERNS["lead_in"].sub("", text))
+        text = _PATTERNS["tail"].sub("", _PATTERNS["lead_in"].sub("", text)).strip(" ")
     number = read_number(text)
     if number is not None:
         return Answer(text=text, body=text, number=number)
@@ -72,7 +72,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     items = _split(inner)
     if len(items) > 1:
         return _read_list(text, items, brackets)
-    return _read_plus_minus(text, inner) if text.count("\\pm") == 1 and not equation.name else equation
+    return _read_plus_minus(inner) if text.count("\\pm") == 1 and not equation.name else equation
 
 
 def _read_approximation(exact: Answer, rounded: Answer) -> Answer:
@@ -93,19 +93,20 @@ def _read_list(text: str, items: list[str], brackets: str) -> Answer:
     return Answer(text=text, body=text, items=tuple(answers), brackets=brackets)
 
 
-def _read_plus_minus(text: str, inner: str) -> Answer:
+def _read_plus_minus(inner: str) -> Answer:
     """`\\pm 2` and `1 \\pm \\sqrt{2}` as the two answers that they are."""
     before, after = (side.strip() for side in inner.split("\\pm"))
     if not before and after[:1] in ("+", "-"):
         after = f"({after})"
     items = tuple(read(strip_edges(f"{before}{sign}{after}")) for sign in (("+", "-") if before else ("", "-")))
+    text = ", ".join(item.text for item in items)
     return Answer(text=text, body=text, items=items)
 
 
 def _read_equation(text: str) -> Answer:
     """`name = ... = body`; without `=`, the text itself."""
     sides = [strip_edges(side) for side in _PATTERNS["equals"].split(text)]
-    if len(sides) == 1 or not sides[-1] or text.startswith("\\approx"):
+    if len(sides) == 1 or not sides[-1] or text.startswith(("\\approx", "not ", "Not ")):
         return Answer(text=text, body=text)
     if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and sides[1] not in "ei" and read_number(sides[0]):
         sides.reverse()  # `5 = x`

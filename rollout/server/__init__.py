@@ -6,6 +6,13 @@ import os
 import signal
 import sys
 
+PARENT = "ROLLOUT_SERVER_PARENT"
+"""Environment variable: id of the process whose end also ends this one. Not set when a person starts the server."""
+
+KEY_FILE = "ROLLOUT_SERVER_KEY_FILE"
+"""Environment variable: file with the server's API key. Not the key itself, and not on the command line: other users of
+the machine could read both."""
+
 _PR_SET_PDEATHSIG = 1
 
 

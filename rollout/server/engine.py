@@ -17,7 +17,7 @@ import psutil
 
 from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
-from rollout.server import launch_server
+from rollout.server import KEY_FILE, PARENT
 from rollout.server.server_command import ServerSpec, server_arguments
 
 TAIL_LINES = 40
@@ -123,7 +123,7 @@ class LocalServer:
             log.write(f"\n=== {time.strftime('%F %T')} {' '.join(arguments)}\n".encode())
             log.flush()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", launch_server.__name__, *arguments],
+                [sys.executable, "-m", "rollout.server.launch_server", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -170,10 +170,10 @@ class LocalServer:
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
         # Kernels that are compiled at their first use call `ninja`, which an environment that is not activated hides.
         programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-        key = {launch_server.KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
+        key = {KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
         short = {"TMPDIR": "/tmp"} if len(tempfile.gettempdir()) > LONGEST_TMPDIR else {}
-        ours = {"PYTHONPATH": path, "PATH": programs, launch_server.PARENT: str(os.getpid())}
+        ours = {"PYTHONPATH": path, "PATH": programs, PARENT: str(os.getpid())}
         own_gpus = self.spec.device == "cuda" and not self.spec.shares_memory
         return group_environment(self.config, own_gpus=own_gpus) | os.environ | ours | key | gpus | short
 

@@ -17,14 +17,7 @@ from pathlib import Path
 
 from rollout import cpu
 from rollout.cpu import standins
-from rollout.server import end_with
-
-PARENT = "ROLLOUT_SERVER_PARENT"
-"""Environment variable: id of the process whose end also ends this one. Not set when a person starts the server."""
-
-KEY_FILE = "ROLLOUT_SERVER_KEY_FILE"
-"""Environment variable: file with the server's API key. Not the key itself, and not on the command line: other users of
-the machine could read both."""
+from rollout.server import KEY_FILE, PARENT, end_with
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

@@ -14,7 +14,7 @@ import pytest
 from megatron_dapo.cli.exit_codes import ExitCode
 from megatron_dapo.config import load_config
 from megatron_dapo.storage.ledger import read_ledger
-from rollout.server import launch_server
+from rollout.server import PARENT
 from rollout.server.server_command import ServerSpec, server_arguments
 from tests.end_to_end.test_quickstart import SMALL
 from tests.ledger_check import check_ledger
@@ -42,7 +42,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "rollout.server.launch_server", *server_arguments(config.rollout, spec, port)],
-        env=os.environ | {launch_server.PARENT: str(os.getpid())},
+        env=os.environ | {PARENT: str(os.getpid())},
         stdout=(folder / "server.log").open("wb"),
         stderr=subprocess.STDOUT,
     )

@@ -214,6 +214,7 @@ def test_without_an_address_nothing_is_judged():
         ("http://:80/", "empty host"),
         ("http://%zz/", "domain name"),
         ("http://1.2.3.999/", "IPv4"),
+        ("http://a..b/", "host name: label empty"),
         ("http://[::1/", "IPv6"),
         ("http://[::1]:99999/", "port number"),
         ("http://h h/", "space"),

@@ -17,7 +17,7 @@ from rollout.config import RolloutConfig
 from rollout.errors import ServerStartError
 from rollout.fleet.fleet import RolloutFleet
 from rollout.fleet.member import Timing
-from rollout.server import launch_server
+from rollout.server import PARENT
 from rollout.server.engine import LocalServer
 from rollout.server.server_command import ServerSpec, read_key
 from tests.processes import ROOT
@@ -183,7 +183,7 @@ def test_children_that_have_just_begun_end_with_their_server(tmp_path: Path) -> 
     arguments = ("--model-path", str(tmp_path / "model"), "--device", "cpu", "--dtype", "float32", "--port", "0")
     server = subprocess.Popen(
         [sys.executable, "-m", "rollout.server.launch_server", *arguments],
-        env=os.environ | {launch_server.PARENT: str(os.getpid())},
+        env=os.environ | {PARENT: str(os.getpid())},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -200,10 +200,10 @@ def test_a_spawned_child_ends_with_its_server(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(
         "import importlib.util, multiprocessing, os, time\n"
-        "from rollout.server import launch_server\n"
+        "from rollout.server import PARENT, launch_server\n"
         "if __name__ == '__main__':\n"
         "    __spec__ = importlib.util.find_spec('rollout.server.launch_server')  # as `python -m` sets it\n"
-        "    os.environ[launch_server.PARENT] = str(os.getpid())\n"
+        "    os.environ[PARENT] = str(os.getpid())\n"
         "    work = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
         "    multiprocessing.get_context('spawn').Process(target=exec, args=(work,)).start()\n"
         "    time.sleep(600)\n"

@@ -19,8 +19,8 @@ from megatron_dapo.config.root import GOVERNED, REFUSED
 from rollout.config import RolloutConfig
 from rollout.cpu import SWITCH, CpuMode
 from rollout.errors import ServerStartError
-from rollout.server import engine
-from rollout.server.engine import LocalServer, free_port, hold_port, launch_server, tail
+from rollout.server import KEY_FILE, PARENT, engine, launch_server
+from rollout.server.engine import LocalServer, free_port, hold_port, tail
 from rollout.server.server_command import ServerSpec, server_arguments
 from rollout.weights import changes
 from tests.processes import ROOT
@@ -137,7 +137,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
     monkeypatch.setattr("rollout.wire.array_frames_server.add", lambda: None)
     monkeypatch.setitem(sys.modules, "megatron", None)  # as `main` does; what stood there comes back after the test
     before = dict(os.environ)
-    for name in (launch_server.PARENT, launch_server.KEY_FILE, launch_server.RENDEZVOUS, SWITCH):
+    for name in (PARENT, KEY_FILE, launch_server.RENDEZVOUS, SWITCH):
         monkeypatch.delenv(name, raising=False)
 
     def launch(*arguments: str) -> dict[str, str]:
@@ -325,7 +325,7 @@ def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     parent = (
         "import os, subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE, text=True,\n"
-        f"    env=os.environ | {{'{launch_server.PARENT}': str(os.getpid())}}, start_new_session=True)\n"
+        f"    env=os.environ | {{'{PARENT}': str(os.getpid())}}, start_new_session=True)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(100)\n"
@@ -340,7 +340,7 @@ def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_server_whose_parent_is_gone_already_does_not_start() -> None:
     code = "from rollout.server import launch_server; launch_server.end_with_parent()"
-    gone = os.environ | {launch_server.PARENT: "1"}
+    gone = os.environ | {PARENT: "1"}
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=gone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
