@@ -204,7 +204,8 @@ class MegatronActor:
     def _optimizer_step(self, mini_batch: MiniBatch, objective: Objective, temperature: float) -> UpdateMetrics:
         self.optimizer.zero_grad()
         sums = self.passes.backward(mini_batch, objective, temperature)
-        step, loss, tokens = self.optimizer.optimizer_steps + 1, sums.pop("loss"), int(sums.pop("tokens"))
+        step = self.optimizer.optimizer_steps + 1
+        loss, tokens = sums.pop("loss"), int(sums.pop("tokens"))
         if not math.isfinite(loss):
             culprits = [f"{name} = {value}" for name, value in sums.items() if not math.isfinite(value)]
             raise NonFiniteUpdateError(

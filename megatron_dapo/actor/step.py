@@ -243,7 +243,8 @@ class ForwardBackward:
         log_probs, entropy = self._token_log_probs(
             item, output, temperature, entropy_gradient=objective.uses_entropy_gradient
         )
-        token_loss, counted = objective(log_probs, entropy, item.columns), item.weights.ne(0)
+        token_loss = objective(log_probs, entropy, item.columns)
+        counted = item.weights.ne(0)
         loss = torch.where(counted, item.weights * token_loss.loss, 0).sum()
         with torch.no_grad():
             values = [log_probs, entropy, *(token_loss.stats[name] for name in objective.stat_names)]

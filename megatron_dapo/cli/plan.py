@@ -24,7 +24,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
 ) -> None:
     """Say, without a GPU, whether a config fits, how long its phases take and what the run costs."""
-    from megatron_dapo.plan.planner import make_plan
+    from megatron_dapo.plan.planner import least_recompute, make_plan
     from megatron_dapo.plan.rank_state import active_parameters, model_parameters
     from megatron_dapo.plan.scenario import Scenario, load_calibration, model_dimensions, share_gpus
 
@@ -39,5 +39,5 @@ def plan(
         print(dumps({"model": size} | found.tree(), indent=2))
     else:
         named = {"plan": found, "case": found.case, "step": found.step, "shared": share_gpus(loaded)}
-        print(text_page("megatron_dapo.plan", "plan.txt.j2", **named, **size))
+        print(text_page("megatron_dapo.plan", "plan.txt.j2", least_recompute=least_recompute, **named, **size))
     raise typer.Exit(ExitCode.CONFIG if found.misfits else ExitCode.FINISHED)

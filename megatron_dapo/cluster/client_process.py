@@ -116,7 +116,8 @@ class ClientProcess:
         member = away.member = Member(RemoteServer(url), self._connect)
         member.info, member.weight_version, member.weight_label = server
         member.enter(State.READY)
-        away.loop, away.stopped = self._loop(Balancer((member,), 1), observe=parts.append), False
+        away.loop = self._loop(Balancer((member,), 1), observe=parts.append)
+        away.stopped = False
         away.play.take(away.play.carried(), away.drawn())
         part: Any = away
         responder = Responder(fleet=part, pool=part, decoder=self._decoder)

@@ -91,7 +91,8 @@ class Clients:
             nonlocal at
             host, server = self._hosts[which], (member.info, member.weight_version, member.weight_label)
             fresh = None if host is at else (play.prompt, whole, play.carried(), play.request.begun)
-            order, at = pickle.dumps((key, place, member.url, server, fresh), protocol=5), host
+            order = pickle.dumps((key, place, member.url, server, fresh), protocol=5)
+            at = host
             answer = asyncio.ensure_future(host.play.remote(order))
             try:
                 drawn, raised, progress = pickle.loads(await asyncio.shield(answer))

@@ -233,7 +233,8 @@ class RayServer:
         on_gpu, gpus = spec.device == "cuda", self._config.tensor_parallel // nodes
         if self._beside is not None:
             spec = replace(spec, gpus=_share(self._beside.gpus, spec.index, gpus))
-        own, cpus = gpus if on_gpu and self._beside is None else 0, 1 if on_gpu else gpus
+        own = gpus if on_gpu and self._beside is None else 0
+        cpus = 1 if on_gpu else gpus
         for bundle, part in zip(self._bundles, spec.on_nodes(nodes), strict=True):
             place = self._placement.at(bundle)
             actor = ray.remote(ServerHost).options(num_cpus=cpus, num_gpus=own, max_restarts=0, **place)

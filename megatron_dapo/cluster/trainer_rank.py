@@ -196,7 +196,8 @@ class RankTimeline:
         passes = clock.times()
         peak = {"peak_bytes": torch.cuda.max_memory_allocated(), "memory": "device"} if on_cuda else {}
         self._file.add("calls", method, began, time.time(), **peak)
-        tokens, began = max((about.get("tokens", 0) for *_, about in passes), default=0), time.time()
+        tokens = max((about.get("tokens", 0) for *_, about in passes), default=0)
+        began = time.time()
         if method == "update" and tokens and (measured := self._actor.time_tensor_parallel(tokens)) is not None:
             self._file.add("probe", "all-reduce", began, time.time(), **measured)
         for name, start, end, about in passes:

@@ -224,7 +224,8 @@ class Checkpoints(AbstractAsyncContextManager["Checkpoints"]):
 
         By time, one step ahead: at the end of the next one, taken to be as long, it would be too late.
         """
-        now, every, most = self.clock(), self.config.checkpoint_every, 60 * self.config.checkpoint_minutes
+        now = self.clock()
+        every, most = self.config.checkpoint_every, 60 * self.config.checkpoint_minutes
         next_end, self._step_ended = 2 * now - self._step_ended, now
         return bool(every and step % every == 0) or 0 < most < next_end - self._state_of
 

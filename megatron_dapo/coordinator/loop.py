@@ -14,6 +14,7 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import step_metrics, write_records
+from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.generator import BatchCounter
 from megatron_dapo.monitor.timeline import StepTimer
 
@@ -83,7 +84,9 @@ async def learn(
         entropy_coefficient=coefficient,
         reference_step=step if reset else progress.reference_step,
     )
-    last, every, evaluation, publish_checkpoint = step == run.rollout_steps, context.config.evaluation.every, {}, None
+    last, every = step == run.rollout_steps, context.config.evaluation.every
+    evaluation: dict[str, Answers] = {}
+    publish_checkpoint = None
     failure: Exception | None = None
     if every and step % every == 0 and not last:
         # Saving this step comes first: after a stop request the next wait stops again, an error is raised below.

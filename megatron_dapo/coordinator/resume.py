@@ -53,7 +53,8 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     stored, trained = run_dir.path / "config.yaml", run_dir.latest_checkpoint() is not None
     if not trained and not (stored.exists() and (run_dir.path / "manifest.json").exists()):
         return []  # it ended before anything was trained
-    data, before = run_dir.read_json("manifest.json", "data")["data"], load_config(stored)
+    data = run_dir.read_json("manifest.json", "data")["data"]
+    before = load_config(stored)
     for key in (*KEPT, *(MEASURED if trained else ())):
         old, new = attrgetter(key)(before), attrgetter(key)(config)
         if old != new and snapshot_of(str(old)) != snapshot_of(str(new)):

@@ -66,7 +66,8 @@ async def run_with_restarts(
             await asyncio.wait([stop], timeout=PLACE_AGAIN_S)
         except TrainerLost as error:
             reached = newest_step(Path(config.run.dir))
-            restarts, step, lost = restarts + 1 if reached == step else 1, reached, time.monotonic()
+            restarts = restarts + 1 if reached == step else 1
+            step, lost = reached, time.monotonic()
             if restarts > config.run.max_restarts:
                 raise
             console.note(

@@ -173,7 +173,8 @@ async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple
     note(f"starting trainer and servers: {ray_too}{ranks} trainer rank(s), {asked} server(s)")
     placement: Placement | None = None
     if joins_cluster():
-        use_gpu, servers = _cluster(run).use_gpu, 0 if config.rollout.urls else config.rollout.servers
+        use_gpu = _cluster(run).use_gpu
+        servers = 0 if config.rollout.urls else config.rollout.servers
         placement = await place(config, run.waits, use_gpu=use_gpu, servers=servers)
     else:
         use_gpu = gpu_here(config.actor.device)
@@ -181,11 +182,13 @@ async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple
     timeline = Timeline(run_dir.path, trainer, every=config.monitor.timeline_every)
     run.stack.callback(timeline.close)
     if placement is not None and placement.servers:
-        ours, shared_gpu = engines.placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu), False
+        ours = engines.placed_engines(config, run_dir.logs, placement, trainer, on_gpu=use_gpu)
+        shared_gpu = False
     else:
         gpus = engines.visible_gpus(torch.cuda.device_count()) if use_gpu else ()
         theirs = engines.gpus_for_servers(config, gpus)
-        ours, shared_gpu = engines.own_engines(config, run_dir.logs, gpus=theirs), bool(gpus) and {*theirs} == {*gpus}
+        ours = engines.own_engines(config, run_dir.logs, gpus=theirs)
+        shared_gpu = bool(gpus) and {*theirs} == {*gpus}
     fleet = RolloutFleet(
         config.rollout,
         ours,

@@ -70,7 +70,8 @@ def step_metrics(
 
     `correction`: None where `algorithm.importance.mode` is `none`.
     """
-    admission, gap, behind = batch.admission, batch.gap, progress.weight_version - 1 - batch.arrays.weight_versions
+    admission, gap = batch.admission, batch.gap
+    behind = progress.weight_version - 1 - batch.arrays.weight_versions
     tokens, trained = sum(group.tokens for group in admission.generated), batch.arrays.responses.num_response_tokens
     mode, sampling = config.run.mode, config.algorithm.dynamic_sampling
     carries = sampling.max_staleness > 0 and sampling.filter == "refill" and not config.rollout.deterministic

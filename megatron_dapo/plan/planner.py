@@ -49,11 +49,6 @@ class Plan:
     host: dict[str, float]
 
     @property
-    def recompute(self) -> Recompute:
-        """What `actor.recompute` needs to be, at least."""
-        return least_recompute(self.case)
-
-    @property
     def gpu_hours(self) -> float:
         """Of the whole run."""
         assert self.step is not None

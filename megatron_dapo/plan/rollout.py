@@ -19,6 +19,7 @@ import functools
 import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from megatron_dapo.algorithm.dynamic_sampling import PassRate, keep_group
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
 
 _SAMPLE = 4096
-_STEEPEST = 200.0
+_STEEPEST, _FINE = 200, 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +102,12 @@ def _right(slope: float | np.ndarray) -> float | np.ndarray:
 def _steepness(workload: Workload) -> float:
     """k, by bisection over a fixed sample of difficulties."""
     difficulty = np.random.default_rng(0).standard_normal(_SAMPLE)
-    low, high = 0.0, _STEEPEST
-    for _ in range(50):
-        middle = (low + high) / 2
-        right = _right(middle * difficulty)
-        kept = float(np.mean(1 - right**workload.group_size - (1 - right) ** workload.group_size))
-        low, high = (middle, high) if kept > workload.pass_rate else (low, middle)
-    return low
+
+    def filtered(steps: int) -> float:
+        right = _right(steps / _FINE * difficulty)
+        return float(np.mean(right**workload.group_size + (1 - right) ** workload.group_size))
+
+    return bisect_left(range(_STEEPEST * _FINE), 1 - workload.pass_rate, key=filtered) / _FINE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

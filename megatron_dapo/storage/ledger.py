@@ -123,7 +123,8 @@ def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         # A run that stops in the middle of a step saves what stood before it, after events of that step.
         standing = [earlier for earlier in standing[: max(saved, default=0)] if earlier["rollout_step"] <= step]
         last = {earlier["prompt"]: at for at, earlier in enumerate(standing) if earlier["prompt"] is not None}
-        kinds, goes_on = {prompt: standing[at]["event"] for prompt, at in last.items()}, event.get("continued", ())
+        kinds = {prompt: standing[at]["event"] for prompt, at in last.items()}
+        goes_on = event.get("continued", ())
         # What is finished was so after the checkpoint's content was fixed: lost, or finished anew from its tokens.
         again = {last[prompt] for prompt in goes_on if kinds.get(prompt) == Event.FINISHED}
         standing = [earlier for at, earlier in enumerate(standing) if at not in again]

@@ -109,8 +109,6 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     bracketed = set(truth.brackets) & set("[]") or (truth.brackets == "()" and "\\infty" in truth.text)
     if len(truth.items) == 2 and bracketed and not answer.brackets:
         return False, Rule.LIST  # `0, 1` does not say which ends of an interval belong to it
-    if truth.brackets == "{}" and answer.brackets not in ("", "{}"):
-        return False, Rule.LIST
     given, asked = _by_name(answer.items), _by_name(truth.items)
     letters = "".join(item.name for item in given)
     if not any(item.name for item in truth.items) and letters.isalpha() and letters not in ascii_letters:

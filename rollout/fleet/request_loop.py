@@ -127,7 +127,8 @@ class RequestLoop:
 
         async def attempt(member: Member) -> str | None:
             nonlocal over, turned
-            before, restarts, self._lent[attempt] = member.interruptions, member.restarts, time.monotonic()
+            before, restarts = member.interruptions, member.restarts
+            self._lent[attempt] = time.monotonic()
             member.drawing += 1
             try:
                 drawn = await draw(member)
@@ -253,7 +254,8 @@ class RequestLoop:
         seed = request.seed if member.info.deterministic else None
         # Deterministic responses are not streamed: what a server did not finish is drawn again.
         streams = self.config.stream_every > 0 and not self.config.deterministic and member.info.streams
-        kept, routed = segments if streams else None, None if request.routing is None else response.routed
+        kept = segments if streams else None
+        routed = None if request.routing is None else response.routed
         key = str(response.home[1]) if self.config.on_publish == "keep" and response.home is not None else None
         options: dict[str, Any] = {"seed": seed, "segments": kept, "routed_from": routed, "cache_key": key}
         asking = member.client.generate(rid, prompt, sampling, **options)

@@ -307,13 +307,15 @@ class Supervisor:
             try:
                 return await self._restart(member)
             except Exception as error:  # whatever it was: this task is the only one that brings the server back
-                backoff_s, member.restart_deadline = self.timing.backoff_s(attempt), 0.0
+                backoff_s = self.timing.backoff_s(attempt)
+                member.restart_deadline = 0.0
                 member.enter(State.DOWN, (str(error) or type(error).__name__).splitlines()[0])
                 self.report(f"server {member.url} did not come back, next attempt in {backoff_s:g} s: {error}")
             await asyncio.sleep(backoff_s)
 
     async def _restart(self, member: Member) -> None:
-        still_starting, member.late = member.late and member.engine.alive(), False
+        still_starting = member.late and member.engine.alive()
+        member.late = False
         if not still_starting:
             member.restarts += 1
             while not self._may_start.is_set():

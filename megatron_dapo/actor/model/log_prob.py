@@ -143,7 +143,8 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_logits = torch.zeros_like(logits)
         for part in _parts(len(rows), chunk):
             columns, own = _columns(logits, rows[part], shard), targets[part] - shard.start
-            own_statistics, own_spread = [each[part] for each in statistics], None if spread is None else spread[part]
+            own_statistics = [each[part] for each in statistics]
+            own_spread = None if spread is None else spread[part]
             grad = gradient_columns(columns, own, own_statistics, down[part], own_spread, temperature)
             grad_logits[:, : shard.size].index_copy_(0, rows[part], grad.to(logits.dtype))
         return grad_logits, None, None, None

@@ -141,7 +141,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    (first, second), turned = x.chunk(2, dim=-1), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     to_first, to_second = turned.chunk(2, dim=-1)
     torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=to_second).addcmul_(first, sin)
