@@ -35,8 +35,9 @@ WARM_UP_STEPS = 15
 connections of the first batches, memory that the trainer keeps for batches of any shape (flat after about 12 steps)."""
 SHORTEST_S = 120.0
 """Lives that go on for less after that say nothing of growth."""
-PEAK_OF = 24
-"""Samples, two minutes, of whose open files the most is taken."""
+LEAST_OF = 24
+"""Samples, two minutes, of whose open files the least is taken: a connection for each request under way comes and goes,
+one that is lost stays."""
 APART_S = 60.0
 """Between two samples that are compared."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "65536"}
@@ -45,8 +46,7 @@ new shape of a batch, and what is read would say little of the memory in use."""
 STEADY = ("actor.optimizer.lr=1e-9",)
 """A policy that learns answers better and better, so that more and more groups, and connections, are under way."""
 GROWTH_MB_PER_HOUR = 60.0
-GROWTH_FILES_PER_HOUR = 40.0
-"""The most of two minutes differs by some thirty: a connection for each request under way, kept for a while."""
+GROWTH_FILES_PER_HOUR = 20.0
 VICTIMS = ("coordinator", "trainer", *["server"] * 6, *["stopped server"] * 3, *["reward"] * 9)
 """The first two end the lives of the trainer's ranks: rare enough that some go on for ten minutes."""
 ROLES = {
@@ -191,9 +191,9 @@ def growth(lives: Sequence[Life], values: str) -> tuple[float, int]:
             continue
         hours = seconds[late] / 3600
         level = np.asarray(getattr(life, values), dtype=float)[late]
-        if values == "files":  # connections come and go with each rollout: what counts is how many there are at most
+        if values == "files":
             files = np.asarray(life.files, dtype=float)
-            level = np.array([files[: at + 1][-PEAK_OF:].max() for at in np.flatnonzero(late)])
+            level = np.array([files[: at + 1][-LEAST_OF:].min() for at in np.flatnonzero(late)])
         first, second = np.triu_indices(len(hours), 1)
         between = hours[second] - hours[first]
         far = between > APART_S / 3600
@@ -239,7 +239,8 @@ def judge(seen: Soak, run_dir: Path) -> tuple[str, list[str]]:
         f"{seen.starts} starts by hand; {len(seen.left_behind)} processes left behind.",
         "",
         f"Growth is the median between two samples of one life of a role, without its first {WARM_UP_STEPS} rollout "
-        f"steps; lives with less than {SHORTEST_S:.0f} s after that are not counted. Bounds: "
+        f"steps; lives with less than {SHORTEST_S:.0f} s after that are not counted. Of open files, the least of two "
+        f"minutes. Bounds: "
         f"{GROWTH_MB_PER_HOUR:.0f} MB and {GROWTH_FILES_PER_HOUR:.0f} files an hour.",
         "",
         "| role | processes | counted | longest life, min | largest, MB | growth, MB/h | most open files | growth/h |",

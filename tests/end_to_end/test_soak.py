@@ -6,12 +6,14 @@ import pytest
 from tests.soak import GROWTH_FILES_PER_HOUR, WARM_UP_STEPS, Life, growth, judge, soak
 
 MINUTES = 60.0
+GOES_ON = ("rollout.deterministic=false", "algorithm.dynamic_sampling.surplus=4")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_an_hour_under_kills(tmp_path):
-    page, wrong = judge(soak(tmp_path / "run", MINUTES, seed=1), tmp_path / "run")
+@pytest.mark.parametrize("overrides", [(), GOES_ON], ids=["", "while a surplus goes on"])
+def test_an_hour_under_kills(overrides, tmp_path):
+    page, wrong = judge(soak(tmp_path / "run", MINUTES, seed=1, overrides=overrides), tmp_path / "run")
     assert not wrong, page
 
 
