@@ -1,7 +1,6 @@
 """Whether two answers that were read are the same, decided without algebra; None where algebra has to decide."""
 
 from dataclasses import replace
-from string import ascii_letters
 
 from reward.answer.read import Answer, read
 from reward.answer.text import compact, patterns
@@ -111,8 +110,8 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return False, Rule.LIST  # `0, 1` does not say which ends of an interval belong to it
     given, asked = _by_name(answer.items), _by_name(truth.items)
     letters = "".join(item.name for item in given)
-    if not any(item.name for item in truth.items) and letters.isalpha() and letters not in ascii_letters:
-        given = answer.items if len(set(letters)) > 1 else given  # `m=1, b=2` as written; `y=2, x=1` is a point
+    if letters in ("bm", "kn") and not any(item.name for item in truth.items):
+        given = answer.items  # of a slope and an intercept, of n over k, as written; `y=2, x=1` is a point
     if given and not given[0].name and "(" in asked[0].name:
         asked = truth.items  # values alone, in the order asked
     names = {item.name for item in (*given, *asked)}

@@ -112,7 +112,7 @@ def _value(parts: dict[str, str]) -> tuple[Fraction, bool] | None:
 
 
 _UNITS = {word: name for name, words in WORDS["units"].items() for word in words.split()}
-_UNITS = {word.lower(): name for word, name in _UNITS.items() if len(word) > 1} | _UNITS
+_SYMBOLS = {word: name for name, words in WORDS["unit_symbols"].items() for word in words.split()}
 _NOT_UNITS = {*WORDS["no_units"]["hedges"].split(), *WORDS["no_units"]["others"].split(), *_NUMBER_WORDS}
 _TEMPERATURES = frozenset({"celsius", "fahrenheit"})
 
@@ -128,15 +128,16 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
     if found["percent"]:
         return "", True
     words = _PATTERNS["words"].findall(found["unit"])
-    spaced = text[0].isspace() or text[0] == "°"
+    gap = len(text) - len(text.lstrip(" °"))  # two spaces stand before `\\text{N}`
     if words[0] == "°" and words[1:] in (["C"], ["F"]):
         words = ["celsius" if words[1] == "C" else "fahrenheit"]
     names = []
     for word in words:
         name = _unit(word)
-        noun = spaced and len(word) > 2 and any(vowel in word.lower() for vowel in "aeiouy")
-        if word.lower() in _NOT_UNITS or (name is None and not noun) or (len(word) == 1 and not spaced):
-            return None  # `42m` may be a product
+        noun = gap > 0 and len(word) > 2 and any(vowel in word.lower() for vowel in "aeiouy")
+        needed = (word in _SYMBOLS) + (len(word) == 1)  # `42m`, `42Pa`, `42 N` may be products
+        if word.lower() in _NOT_UNITS or (name is None and not noun) or gap < needed:
+            return None
         names.append(name or "")
     if len(words) > 4:
         return None
@@ -147,7 +148,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
 
 def _unit(word: str) -> str | None:
     """The name of a unit, "" for what only goes with one (`square`, `per`), None for any other word."""
-    return next((_UNITS[one] for one in (word, word.lower(), word.lower().removesuffix("s")) if one in _UNITS), None)
+    return _SYMBOLS.get(word, _UNITS.get(word.lower(), _UNITS.get(word.lower().removesuffix("s"))))
 
 
 def split_unit(text: str) -> tuple[str, str]:

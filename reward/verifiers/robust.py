@@ -65,8 +65,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
         extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
         if equal and rule is not Rule.TEXT and _is_echo(answer, prompt):
             return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
-        names = {each.name for each in (truth, *truth.items)}
-        if equal and any(each.name not in names and _is_unsolved(each, prompt) for each in (answer, *answer.items)):
+        if equal and answer.name != truth.name and _is_unsolved(answer, prompt):
             return Judgement(accuracy=False, extracted=answer.text[:EXTRACTED_LIMIT], rule=Rule.EQUATION)
         return Judgement(accuracy=equal, extracted=extracted, rule=rule)
     form = symbolic_form(answer, truth)
