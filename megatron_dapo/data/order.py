@@ -19,9 +19,8 @@ _KEPT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The prompts of one file among all prompts, and its weight. Span(name="gsm8k", start=0, count=7473, weight=2)."""
+    """The prompts of one file among all prompts, and its weight. Span(start=0, count=7473, weight=2)."""
 
-    name: str
     start: int
     count: int
     weight: float

@@ -151,7 +151,7 @@ def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: Verifi
             seen = reading.counts - before
             told = f"{seen['rows']} rows read, {seen['duplicates']} duplicates, {seen['broken']} broken"
             raise DataError(f"{file.path}: no usable prompt ({told}, {seen['too_long']} too long)")
-        spans.append(Span(name=file.name, start=start, count=count, weight=file.weight))
+        spans.append(Span(start=start, count=count, weight=file.weight))
     digest = hashlib.sha256()
     for prompt in reading.prompts:
         environment = [] if prompt.environment is None else [prompt.environment]

@@ -22,7 +22,7 @@ def scripted_prompts(count: int, *, answer: str, verifier: str, environment: str
             )
             for index in range(count)
         ),
-        spans=(Span(name="script", start=0, count=count, weight=1.0),),
+        spans=(Span(start=0, count=count, weight=1.0),),
         counts=Counter(rows=count),
         content_hash="",
     )

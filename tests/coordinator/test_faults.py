@@ -114,7 +114,7 @@ async def fill_under_faults(
     given_up = Counter(entry["prompt"] for entry in entries if entry["event"] == Event.EXPIRED)
     times = Counter(group.position for group in made)
     assert all(times[one] <= 1 + given_up[one] for one in times), "only what was given up was generated again"
-    order = PromptOrder([Span(name="", start=0, count=PROMPTS, weight=1.0)], 0)
+    order = PromptOrder([Span(start=0, count=PROMPTS, weight=1.0)], 0)
     for group in made:
         assert len(group.responses) == group_size
         assert group.prompt_index == order.index_at(group.position)

@@ -89,7 +89,7 @@ def test_when_every_prompt_is_retired_the_run_ends_and_says_why(make):
 @pytest.mark.parametrize("sampling", ["refill", "drop"])
 def test_a_small_file_that_is_solved_does_not_end_a_run_whose_other_file_has_prompts(make, sampling):
     """Half of the turns are those of 2 prompts: in a batch each is passed over many times."""
-    spans = [Span(name="small", start=0, count=2, weight=1.0), Span(name="large", start=2, count=3000, weight=1.0)]
+    spans = [Span(start=0, count=2, weight=1.0), Span(start=2, count=3000, weight=1.0)]
     order = PromptOrder(spans, 0)
 
     async def servers(position, version):

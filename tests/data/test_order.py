@@ -18,10 +18,7 @@ def prompt_at(position: int, count: int, seed: int) -> int:
 
 def spans(*sizes):
     starts = np.cumsum([0, *[count for count, _ in sizes]])
-    return [
-        Span(name=str(at), start=int(starts[at]), count=count, weight=weight)
-        for at, (count, weight) in enumerate(sizes)
-    ]
+    return [Span(start=int(starts[at]), count=count, weight=weight) for at, (count, weight) in enumerate(sizes)]
 
 
 def test_the_order_is_a_new_permutation_every_epoch_and_depends_on_the_seed():

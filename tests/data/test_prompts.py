@@ -246,7 +246,7 @@ def test_a_mixture_has_spans_and_one_hash(tmp_path):
     b = write(tmp_path / "b.jsonl", [{"question": p, "answer": "#### 2"} for p in "zuv"])
     mixture = [{"path": str(a), "weight": 3.0}, {"path": str(b), "schema": "gsm8k", "name": "gsm"}]
     got = read(None, mixture=mixture)
-    assert [(s.name, s.start, s.count, s.weight) for s in got.spans] == [("a", 0, 3, 3.0), ("gsm", 3, 2, 1.0)]
+    assert [(s.start, s.count, s.weight) for s in got.spans] == [(0, 3, 3.0), (3, 2, 1.0)]
     assert [p.text for p in got.prompts] == list("xyzuv")
     assert got.counts["duplicates"] == 1
     assert got.content_hash == read(None, mixture=mixture).content_hash

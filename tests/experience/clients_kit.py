@@ -71,7 +71,7 @@ async def place(text, folder, *, processes, environment="talks", servers=2, seco
         Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules, elsewhere=elsewhere),
         PromptSet(
             prompts=(prompt,),
-            spans=(Span(name="f", start=0, count=1, weight=1.0),),
+            spans=(Span(start=0, count=1, weight=1.0),),
             counts=Counter(),
             content_hash="",
         ),

@@ -43,7 +43,7 @@ def speak(before, sample):
 
 def generator_of(text, prompts, fleet, pool, *overrides, limit=60, routing=None, **algorithm):
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    spans = (Span(name="f", start=0, count=len(prompts), weight=1.0),)
+    spans = (Span(start=0, count=len(prompts), weight=1.0),)
     rules = turn_rules(config(*overrides), text, prompts)
     return GroupGenerator(
         Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules),

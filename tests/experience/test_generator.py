@@ -60,7 +60,7 @@ PROMPTS = (
 
 
 def groups(*prompts, config=None, overlong=None, version=0):
-    spans = tuple(Span(name=p.source, start=at, count=1, weight=1.0) for at, p in enumerate(prompts))
+    spans = tuple(Span(start=at, count=1, weight=1.0) for at, p in enumerate(prompts))
     order = PromptOrder(spans, 0)
     at = {order.index_at(position): position for position in range(100)}
 

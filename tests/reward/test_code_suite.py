@@ -116,6 +116,14 @@ def test_tests_may_import_what_is_installed(tests, tmp_path, monkeypatch):
     assert right(ADD, tests=tests.replace("MARK", str(mark)))
 
 
+def test_a_program_may_read_all_its_input_at_once():
+    source = """import io, os
+input = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline
+print(sum(int(input()) for _ in range(int(input()))))"""
+    long = [str(n) for n in range(30_000)]
+    assert right(source, cases=[{"input": "\n".join([str(len(long)), *long]), "output": str(sum(range(len(long))))}])
+
+
 @pytest.mark.parametrize("module", ["venv.__main__", "unittest.__main__", "lib2to3.__main__", "this", "antigravity"])
 def test_what_a_program_imports_does_nothing_before_the_lock(module):
     """`venv.__main__` made a folder of the sandbox's first argument."""
