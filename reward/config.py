@@ -2,7 +2,6 @@
 
 from dataclasses import field
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AnyHttpUrl, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -18,13 +17,14 @@ def check_url(url: str) -> str:
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError("holds a space or a character that must be written as %XX")
     try:
-        AnyHttpUrl(url)
+        parsed = AnyHttpUrl(url)
+        (parsed.host or "").encode("idna")
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from None
-    try:
-        (urlsplit(url).hostname or "").encode("idna")
     except UnicodeError as error:
         raise ValueError(f"its host is not a host name: {error.__cause__ or error}") from None
+    if parsed.port == 0:
+        raise ValueError("port 0 must be a number from 1 to 65535")
     return url
 
 

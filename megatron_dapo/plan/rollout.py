@@ -31,6 +31,7 @@ from megatron_dapo.config.algorithm_config import AlgorithmConfig
 
 _SAMPLE = 4096
 _STEEPEST, _FINE = 200, 10**9
+"""k is at most the first, and found to 1 / the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

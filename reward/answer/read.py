@@ -94,7 +94,7 @@ def _read_list(text: str, items: list[str], brackets: str) -> Answer:
 
 
 def _read_plus_minus(inner: str) -> Answer:
-    """`\\pm 2` and `1 \\pm \\sqrt{2}` as the two answers that they are."""
+    """`\\pm 2` and `1 \\pm \\sqrt{2}` as two answers, also in `text`: algebra knows no sign for both."""
     before, after = (side.strip() for side in inner.split("\\pm"))
     if not before and after[:1] in ("+", "-"):
         after = f"({after})"

@@ -19,7 +19,7 @@ from rollout import cpu
 from rollout.cpu import standins
 from rollout.server import KEY_FILE, PARENT, end_with
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 SERVER = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers while paused, and costs no token
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "1",  # of FP8's kernels: all shapes take 10 to 20 minutes on a new machine

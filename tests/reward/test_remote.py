@@ -209,6 +209,7 @@ def test_without_an_address_nothing_is_judged():
     [
         ("http://h:99999/x", "port number"),
         ("http://h:-1", "port number"),
+        ("http://h:0/", "port 0"),
         ("http://h:abc/", "port number"),
         ("http://h:1" + "0" * 5000, "port number"),
         ("http://:80/", "empty host"),
