@@ -285,8 +285,8 @@ class Publisher:
     async def _each(
         self, members: Sequence[Member] | Mapping[Member, Any], published: Published, work: Callable[..., Any]
     ) -> dict[Member, Any]:
-        """{member: result} of `work(member)`, on all of them at once, without those that failed: they are DOWN. Any
-        other error is raised once all have ended."""
+        """{member: result} of `work(member)`, on all of them at once, in their order, without those that failed: they
+        are DOWN. Any other error is raised once all have ended."""
         results: dict[Member, Any] = {}
 
         async def one(member: Member) -> None:
@@ -297,7 +297,7 @@ class Publisher:
 
         for error in filter(None, await asyncio.gather(*map(one, members), return_exceptions=True)):
             raise error
-        return results
+        return {member: results[member] for member in members if member in results}
 
     def _give_up(self, member: Member, published: Published, error: BaseException) -> None:
         if member.serving and member not in published.verified:  # it may be paused, with a part of the weights

@@ -79,6 +79,30 @@ def test_servers_serve_what_was_sent_and_running_responses_go_on(folders: list[P
     run(test)
 
 
+class Slow(StandIn):
+    seconds = 0.0
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.seconds)
+        return await super()._pause(request)
+
+
+def test_servers_are_sent_to_in_the_fleets_order_whichever_pauses_first(folders: list[Path]) -> None:
+    """Else their process group would be made anew in nearly every publish."""
+
+    async def test() -> None:
+        servers = [Slow() for _ in range(3)]
+        async with fleet_of(*servers) as fleet:
+            stream = FromMemory(folders[0], *servers)
+            for version, seconds in enumerate(((0.0, 0.1, 0.2), (0.2, 0.1, 0.0), (0.1, 0.2, 0.0)), 1):
+                for server, each in zip(servers, seconds, strict=True):
+                    server.seconds = each
+                await fleet.publish_stream(stream, version)
+            assert stream.sent == [tuple(server.url for server in servers)] * 3
+
+    run(test)
+
+
 def test_a_server_that_could_not_take_them_but_answers_reads_them_from_disk(folders: list[Path]) -> None:
     async def test() -> None:
         servers = [StandIn(), StandIn()]
