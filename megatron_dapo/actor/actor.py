@@ -8,6 +8,7 @@ Nothing here imports Megatron before the constructor has prepared the device for
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from megatron_dapo.actor import device
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import PARTS, ReferenceWeights, parts_at_rest
-from megatron_dapo.actor.pass_timer import PassClock, time_all_reduce
+from megatron_dapo.actor.pass_timer import PassClock
 from megatron_dapo.actor.step_data import (
     LearningRate,
     LogProbs,
@@ -125,30 +126,28 @@ class MegatronActor:
             self.passes.tell(None)
 
     def time_tensor_parallel(self, tokens: int) -> dict[str, Any] | None:
-        """Seconds and bytes of an all-reduce of so many tokens' hidden states over the tensor-parallel ranks; None
-        without such. Every rank calls, with equal `tokens` within a group."""
+        """Seconds, the median of five, and bytes of an all-reduce of so many tokens' hidden states over the
+        tensor-parallel ranks, which communicate inside the passes, where no clock stands; None without such. Every rank
+        calls, with equal `tokens` within a group."""
         if self.config.layout.tensor == 1:
             return None
         states = torch.zeros(tokens, self.hf.hidden_size, dtype=self._dtype, device=self.device.device)
-        return time_all_reduce(states, self.passes.tensor_group)
+        clock = PassClock(states.device)
+        for _ in range(6):  # the first one opens connections
+            with clock.measure("all-reduce"):
+                torch.distributed.all_reduce(states, group=self.passes.tensor_group)
+        seconds = statistics.median([end - start for _, start, end, _ in clock.times()][1:])
+        return {"bytes": states.nbytes, "ranks": self.config.layout.tensor, "seconds": seconds}
 
     def describe(self) -> dict[str, Any]:
         """What this rank is made of, for the start of a run; JSON-able, of equal keys on every rank."""
-        import megatron.core
-
         return {
             "layout": dataclasses.asdict(self.config.layout),
             "device": str(self.device.device),
             "collectives": self.device.backend,
             "kernels": dict(self.device.kernels),
-            "optimizer": "distributed AdamW" if self.config.optimizer.distributed else "AdamW",
-            "host_memory_between_phases": ", ".join(self.memory.away) or "nothing",
-            "learning_rate": dataclasses.asdict(self.optimizer.learning_rate),
-            "dtype": self.model.dtype,
             "parameters": sum(map(math.prod, self._weights.hf_shapes(self.hf).values())),
             "parameters_here": sum(one.numel() for chunk in self._chunks for one in chunk.module.parameters()),
-            "megatron_core": megatron.core.__version__,
-            "torch": torch.__version__,
         }
 
     def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> LogProbs | None:
@@ -233,12 +232,12 @@ class MegatronActor:
             more: dict[str, Any] = {"watch": watch, "besides": besides, "quantization": quantization}
             self._weights.export_hf(*places, dtype=self._dtype, **more)
 
-    def stream_weights(self, sink: Any, bucket_bytes: int, *, quantize: bool = False) -> None:
+    def stream_weights(self, sink: Any, bucket_bytes: int, *, quantize: bool = False, by_stage: bool = False) -> None:
         """Hand the weights to `sink` on rank 0, in buckets of at most `bucket_bytes`; None on the other ranks.
-        `quantize`: to FP8."""
+        `quantize`: to FP8. `by_stage`: each pipeline stage's to one on its first rank."""
         with self.memory.resident("parameters"):
-            how: dict[str, Any] = {"dtype": self._dtype, "bucket_bytes": bucket_bytes, "quantize": quantize}
-            self._weights.stream_weights(self._chunks, self.hf, sink=sink, **how)
+            how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "quantize": quantize, "by_stage": by_stage}
+            self._weights.stream_weights(self._chunks, self.hf, dtype=self._dtype, sink=sink, **how)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write model, optimizer, step count and random state to `folder`, which then is a whole checkpoint or is not

@@ -4,20 +4,21 @@ Where the actor's buckets meet the fleet's transports; in the process of each ra
 """
 
 import json
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.weights.hf_weights import hf_shapes
 from rollout.weights.checksums import Checksums, ChecksumStream
-from rollout.weights.sender import GroupCache, Sent, WeightSender
+from rollout.weights.sender import GroupCache, Sent, Turns, WeightSender
 from rollout.weights.transport import SendRequest
 from rollout.wire.client import ServerInfo
 
@@ -30,7 +31,7 @@ class RankWeights:
     ) -> None:
         """`quantization`: the servers' (rollout.config.QUANTIZATION); None: none."""
         self._actor, self._bucket_bytes, self._quantization = actor, bucket_bytes, quantization
-        self._groups = GroupCache()
+        self._groups = GroupCache(Turns(dist.PrefixStore("weights", dist.distributed_c10d._get_default_store())))
 
     def write(self, folder: Path, kinds: Sequence[ServerInfo]) -> dict[ServerInfo, Checksums]:
         """Export to `folder`; checksums of what was written, computed on the way."""
@@ -39,10 +40,11 @@ class RankWeights:
             return checksums.finish() if self._actor.rank == 0 else {}
 
     def send(self, request: SendRequest, kinds: Sequence[ServerInfo]) -> Sent | None:
-        """Into the memory of the request's servers; by `tensor` from all ranks."""
-        rank, device, gather = self._actor.rank, self._actor.device.device, None
-        stream = partial(self._actor.stream_weights, quantize=self._quantization is not None)
-        beside = request.transport == "tensor"
+        """Into the memory of the request's servers: from the first rank of each pipeline stage what the stage holds; by
+        `tensor` everything from all ranks."""
+        rank, device, gather, beside = self._actor.rank, self._actor.device.device, None, request.transport == "tensor"
+        stream = partial(self._actor.stream_weights, quantize=self._quantization is not None, by_stage=not beside)
+        stages = parallel_state.get_pipeline_model_parallel_group()
         # Made on every rank: a model whose checksums are not known fails on all of them, and none waits for another.
         with self._checksums(kinds) as checksums:
             if beside:
@@ -50,18 +52,20 @@ class RankWeights:
                 own = tuple(target for target in request.targets if target.index * each == rank)
                 request, gather = replace(request, targets=own), partial(_beside, rank - rank % each, each)
                 checksums = checksums if rank == 0 else self._checksums(())
-            elif rank > 0:
+            elif dist.get_global_rank(stages, 0) > 0:
                 stream(None, self._bucket_bytes)
                 return None
             with WeightSender(request, checksums, self._groups, device, gather) as sender:
                 stream(sender, self._bucket_bytes)
                 sent = sender.report()
+                if beside and rank > 0:  # its checksums are none, and rank 0 counts the bytes
+                    sent = Sent(failures=sent.failures)
                 # Inside, since until then servers may read what other ranks hold.
-                failures = gather_objects(dict(sent.failures)) if beside else [sent.failures]
+                every = gather_objects(sent, None if beside else stages)
         if beside and device.type == "cuda":  # the servers take the rest of their memory next
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        return replace(sent, failures=dict(ChainMap(*failures)))
+        return reduce(Sent.then, every) if rank == 0 else None
 
     def _checksums(self, kinds: Sequence[ServerInfo]) -> ChecksumStream:
         config: dict[str, Any] = json.loads((Path(self._actor.model.path) / "config.json").read_text())

@@ -99,7 +99,7 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
 def find_misfits(case: Scenario) -> list[Misfit]:
     """What needs more of a GPU than there is, the trainer's pipeline stages first."""
     config, framework = case.config, case.constants.framework_memory
-    server, room, found = server_memory(case), _trainer_room(case), []
+    server, room, found = server_memory(case), trainer_room(case), []
     for rank in trainer_memory(case):
         phase, peak = max(rank.peaks.items(), key=lambda one: one[1] - room[one[0]])
         what = f"pipeline stage {rank.stage}, {phase}"
@@ -108,7 +108,7 @@ def find_misfits(case: Scenario) -> list[Misfit]:
         longest = server.weights + config.model.context_length * server.kv_bytes_per_token
         what, there = "weights and the KV cache of one response of full length", server.weights + server.kv_cache
         found.append(Misfit(part="server", what=what, needed=longest, there=there))
-        parts = {"two sync buckets": server_bytes(case), "the output layer in float32": server.head}
+        parts = {"weight sync": server_bytes(case), "the output layer in float32": server.head}
         if outside := sum(parts.values()):  # the framework alone is a guess
             what = " and ".join(["framework", *(name for name, needed in parts.items() if needed)])
             what, outside = f"{what}, outside memory_fraction", framework + outside
@@ -116,13 +116,7 @@ def find_misfits(case: Scenario) -> list[Misfit]:
     return [one for one in found if one.needed > one.there]
 
 
-def headroom(case: Scenario) -> float:
-    """Bytes of a GPU that the trainer leaves free where it needs most; negative: it does not fit."""
-    room = _trainer_room(case)
-    return min(room[phase] - peak for rank in trainer_memory(case) for phase, peak in rank.peaks.items())
-
-
-def _trainer_room(case: Scenario) -> dict[str, float]:
+def trainer_room(case: Scenario) -> dict[str, float]:
     """Bytes that a trainer rank may have, by phase."""
     gpu, beside_server = case.constants.gpu_memory, 1 - case.config.rollout.memory_fraction
     room = dict.fromkeys(PHASES, gpu * (beside_server if share_gpus(case.config) else 1))
@@ -136,7 +130,7 @@ def _trainer_room(case: Scenario) -> dict[str, float]:
 def least_recompute(case: Scenario) -> Recompute:
     """What costs least of none, a number of layers and full, with which an update leaves `SPARE` of a GPU; full where
     nothing does."""
-    layout, room = case.config.actor.layout, (1 - SPARE) * _trainer_room(case)["update"]
+    layout, room = case.config.actor.layout, (1 - SPARE) * trainer_room(case)["update"]
     chunk = case.hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     amounts: list[Recompute] = ["none", *range(1, chunk), "full"]
 

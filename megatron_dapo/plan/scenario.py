@@ -90,6 +90,7 @@ class Calibration:
     decode_overhead: NonNegativeFloat
     decode_reduce_latency: NonNegativeFloat
     framework_memory: NonNegativeFloat
+    communicator_memory: NonNegativeFloat
     fragmentation: NonNegativeFloat
     process_memory: PositiveFloat
     disk_write: PositiveFloat
@@ -131,8 +132,6 @@ def load_calibration(file: Path | None = None) -> Calibration:
         told = [(one, "" if "missing" in one["type"] else f" = {one['input']!r}") for one in error.errors()]
         wrong = [f"{'.'.join(map(str, one['loc']))}{value}: {one['msg']}" for one, value in told]
         raise ConfigError("\n".join(f"{shown}: {line}" for line in wrong)) from None
-    except ConfigError as error:
-        raise ConfigError(f"{error}; wanted: a YAML file as megatron_dapo/plan/calibration.yaml") from None
 
 
 @dataclass(frozen=True, slots=True)

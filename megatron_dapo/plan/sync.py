@@ -1,5 +1,7 @@
 """New weights on their way to the servers, in seconds and bytes, by `rollout.weight_sync` (docs/weight_sync.md)."""
 
+import math
+
 from megatron_dapo.plan.rank_state import expert_parameters
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
@@ -23,8 +25,11 @@ def sync_seconds(case: Scenario) -> float:
         return model / constants.gather_bandwidth + model / constants.disk_write + read
     layout = case.config.actor.layout
     experts, split = expert_parameters(case.hf) * case.dtype_bytes, layout.expert * layout.expert_tensor
-    parts = ((model - experts, layout.tensor * layout.pipeline), (experts, split * layout.pipeline))
-    gather = sum(size * (1 - 1 / shards) / constants.link(shards) for size, shards in parts)
+    # Each stage gathers and sends its own part, or rank 0 all.
+    senders = 1 if way == "tensor" else layout.pipeline
+    stages = layout.pipeline // senders
+    parts = ((model - experts, layout.tensor * stages), (experts, split * stages))
+    gather = sum(size / senders * (1 - 1 / shards) / constants.link(shards) for size, shards in parts)
     if way == "tensor":  # from GPU memory of the trainer to servers on the same GPUs
         gather += model / constants.link(layout.world_size)  # by a broadcast to every rank, beside which a server's is
         send = model / constants.load_bandwidth
@@ -35,7 +40,7 @@ def sync_seconds(case: Scenario) -> float:
         send = model / (link if ranks <= constants.gpus_per_node else min(link, constants.send_bandwidth))
         if way == "delta":  # what is held comes from the host while the bucket before is hashed and sent
             send *= constants.changed_share + 1 / 8 / case.dtype_bytes  # a bit for each value
-            send = max(send, model / constants.hash_bandwidth, model / constants.host_bandwidth)
+            send = max(send, model / senders / min(constants.hash_bandwidth, constants.host_bandwidth))
     first = bucket_bytes(case) / model
     return sends(case) * max(gather + first * send, send + first * gather)
 
@@ -63,30 +68,34 @@ def bucket_bytes(case: Scenario) -> float:
 
 
 def rank_bytes(case: Scenario, stage: int) -> dict[str, float]:
-    """On a trainer rank's GPU, by what holds them. On rank 0 the whole of one parameter is gathered, and joined once
-    more, in a copy (`disk`) or in its bucket, while the bucket before is sent. By `tensor` every rank has the
-    buckets."""
+    """On a trainer rank's GPU, by what holds them. On the first rank of each stage, or rank 0, the whole of one
+    parameter is gathered, and joined once more, in a copy (`disk`) or in its bucket, while the bucket before is sent.
+    By `tensor` every rank has the buckets."""
     way, largest = case.weight_sync, largest_parameter(case)
     beside = {"servers' weights": case.served_bytes / case.config.rollout.tensor_parallel} if way == "tensor" else {}
     joined = largest if way == "disk" else min(2 * bucket_bytes(case), case.model_bytes)
     joined += 2 * bucket_bytes(case) if way == "delta" else 0  # what is held of one, and its changes
-    if stage > 0:
+    if stage > 0 and way in ("disk", "tensor"):
         return beside and {"sync bucket": joined} | beside
-    # A layer's gate and up projections, which servers fuse: rank 0 keeps them to hash them.
+    # A layer's gate and up projections, which servers fuse: they are kept to be hashed.
     fused = 2 / 3 * expert_parameters(case.hf) / case.hf.num_layers * case.dtype_bytes
     return {"sync bucket": largest + joined + fused} | beside
 
 
 def server_bytes(case: Scenario) -> float:
-    """On each GPU of a server, outside `memory_fraction`: in a process group SGLang receives the tensors of a bucket
-    and joins them."""
-    return 2 * bucket_bytes(case) if case.weight_sync in ("distributed", "delta") else 0.0
+    """On each GPU of a server, outside `memory_fraction`: in a process group, one for each pipeline stage, SGLang
+    receives the tensors of a bucket and joins them."""
+    groups = (case.config.actor.layout.pipeline - 1) * case.constants.communicator_memory
+    return 2 * bucket_bytes(case) + groups if case.weight_sync in ("distributed", "delta") else 0.0
 
 
 def host_bytes(case: Scenario) -> dict[str, float]:
-    """In host memory of trainer rank 0, and of all nodes that read a weight version, by what holds them."""
+    """In host memory of the trainer's first node, and of all nodes that read a weight version, by what holds them."""
     if case.weight_sync == "delta":
-        return {"rank 0: the weights that servers hold": case.model_bytes}
+        layout = case.config.actor.layout
+        share = min(1, case.constants.gpus_per_node / layout.world_size)
+        here = math.ceil(layout.pipeline * share) / layout.pipeline
+        return {"first ranks of stages: the weights that servers hold": case.model_bytes * here}
     if case.weight_sync != "disk":
         return {}
     file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)

@@ -96,6 +96,11 @@ class ChecksumStream:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
+    def limit(self, names: Collection[str]) -> None:
+        """Before the first of them: these alone will come, with all that one of them is fused with."""
+        self.missing = set(names)
+        self._expected = [each for each in self._expected if self.missing.issuperset(each[1].sources)]
+
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Begins to hash what `tensors` complete; they must not change until `flush`, and stay in memory as long."""
         self.missing -= tensors.keys()

@@ -4,7 +4,7 @@
 import base64
 import json
 import pickle
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollout.weights import LOADER
 from rollout.weights.changes import encode
-from rollout.weights.transport import Clients, Failure, GroupTransport, SendRequest, Sent
+from rollout.weights.transport import Clients, Failure, GroupTransport, SendRequest
 
 
 @dataclass
@@ -73,16 +73,20 @@ class DeltaTransport(GroupTransport):
             self._unchanged += buffer.numel() - sum(counts) * dtype.itemsize
             self._saved += buffer.numel() - data.numel()
             failures = await self._beside(self._calls(bucket, data.numel(), counts, clients, label), data, name)
-        if self._down is not None:
-            self._down.synchronize()  # the buffer may be used again from here on
         self._complete = label is not None and not failures
         if not self.more:
             self._base.label = label if self._complete else None
         return failures
 
-    def left_out(self, sent: Sent) -> Sent:
-        """`sent`, without what stayed here."""
-        return replace(sent, bytes=sent.bytes - self._saved, changed=1 - self._unchanged / max(1, sent.bytes))
+    def settle(self) -> None:
+        """Returns when the buffer that was sent may be used again."""
+        if self._down is not None:
+            self._down.synchronize()
+
+    @property
+    def left_out(self) -> tuple[int, int]:
+        """Bytes that this publish did not send, and those of values that had not changed."""
+        return self._saved, self._unchanged
 
     def _calls(self, bucket: Any, size: int, counts: list[int], clients: Clients, label: str | None) -> dict[str, Any]:
         """In which the servers receive `size` bytes."""

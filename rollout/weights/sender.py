@@ -1,5 +1,6 @@
 """The trainer's end of a weight sync without files: sends buckets to all servers and computes the checksums that the
-servers must then report. It runs in trainer rank 0, which holds the gathered weights, and calls the servers itself.
+servers must then report. It runs in the first rank of each pipeline stage, which gathers what the stage holds, and
+calls the servers itself.
 
     WeightSender.put(bucket) -> a thread: Transport.send -> SglangClient.update_weights -> server
                                           ChecksumStream (hashed meanwhile) -> Sent.checksums
@@ -8,8 +9,11 @@ While that thread sends, loads and hashes one bucket, the ranks gather the next:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,27 +21,93 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollout.server.server_command import read_key
-from rollout.weights.checksums import ChecksumStream, ready
+from rollout.weights.checksums import Checksums, ChecksumStream, ready
 from rollout.weights.delta import Base, DeltaTransport
 from rollout.weights.transport import (
     Clients,
     Failure,
     GroupTransport,
     SendRequest,
-    Sent,
     SharedMemoryTransport,
     failures_of,
 )
-from rollout.wire.client import SglangClient
+from rollout.wire.client import ServerInfo, SglangClient
 
 Gather = Callable[[Any], Sequence[Any]] | None
 """What each rank beside the same server gives, the one that sends to it first; collective over all ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """The result of a send."""
+
+    bytes: int = 0
+    size: int = 0
+    """Bytes of the weights' values."""
+    unchanged: int = 0
+    """Bytes of those that were not sent."""
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    """By URL, the servers that hold only some of the buckets, or none."""
+    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
+    """Of the trainer's weights, as each kind of server should have them."""
+
+    @property
+    def changed(self) -> float:
+        """Share of the weights' values that were sent."""
+        return 1 - self.unchanged / max(1, self.size)
+
+    def then(self, other: "Sent") -> "Sent":
+        """Both sends: of the same weights to different servers, or of different weights to the same."""
+        return Sent(
+            bytes=self.bytes + other.bytes,
+            size=self.size + other.size,
+            unchanged=self.unchanged + other.unchanged,
+            failures={**self.failures, **other.failures},
+            checksums=_merged(self.checksums, other.checksums),
+        )
+
+
+def _merged(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Both, and so their mappings of the same key."""
+    both = {key: _merged(one[key], other[key]) for key in one.keys() & other.keys() if isinstance(one[key], Mapping)}
+    return {**one, **other, **both}
+
+
+_TURN_POLL_S = 0.005
+
+
+class Turns:
+    """Of several senders to the same servers one at a time, in the order in which they ask. A server takes one bucket
+    after the other, and the broadcasts of two senders, taken in another order by another server, would wait for ever.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        """`store`: the same for all of them."""
+        self._store = store
+
+    async def take(self, publish: str, send: Callable[[], Awaitable[dict[str, Failure]]]) -> dict[str, Failure]:
+        """What `send` returns. It is not called once one of this publish has failed: then what that one returned."""
+        place = self._store.add("asked", 1)
+        while self._store.add("ended", 0) < place - 1:
+            await asyncio.sleep(_TURN_POLL_S)
+        try:
+            if self._store.check([publish]):
+                known = json.loads(self._store.get(publish))
+                return {url: Failure(**failure) for url, failure in known.items()}
+            failures = await send()
+            if failures:
+                self._store.set(publish, json.dumps({url: asdict(failure) for url, failure in failures.items()}))
+            return failures
+        finally:
+            self._store.add("ended", 1)
+
+
 class GroupCache:
     """Keeps process groups from one publish to the next, as long as the servers of each are the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
+        """`turns`: of all that send parts of the same weights."""
+        self.turns = turns
         self._groups: list[GroupTransport] = []
         self._base = Base()
 
@@ -96,6 +166,10 @@ class WeightSender:
         self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
 
+    def expect(self, names: Collection[str]) -> None:
+        """Before the first bucket: it sends these tensors of the model, and others the rest."""
+        self._checksums.limit(names)
+
     def buffer(self, size: int) -> Tensor:
         """Memory for the next bucket, which the transport can send from; another than that of the bucket under way."""
         if self._transport is None:  # not in the constructor: an error here must not leave the other ranks waiting
@@ -132,9 +206,11 @@ class WeightSender:
         label = self._request.label if self._checksums.missing <= tensors.keys() else None
         work: list[Coroutine[Any, Any, None]] = []
         if self._clients and self._transport is not None:
-            work.append(self._drop_failed(self._transport.send(source, bucket, self._clients, label)))
+            work.append(self._in_turn(partial(self._transport.send, source, bucket, self._clients, label)))
         # Both to their ends, whatever becomes of the other: they use the buffer.
         done = await asyncio.gather(*work, asyncio.to_thread(self._hash, tensors), return_exceptions=True)
+        if isinstance(self._transport, DeltaTransport):
+            self._transport.settle()  # not in this sender's turn, beside those of others
         for error in filter(None, done):
             raise error
 
@@ -146,8 +222,9 @@ class WeightSender:
     def report(self) -> Sent:
         """Once the last bucket was put: waits for it."""
         self._under_way.result()
-        sent = Sent(bytes=self._bytes, failures=dict(self._failures), checksums=self._checksums.finish())
-        return self._transport.left_out(sent) if isinstance(self._transport, DeltaTransport) else sent
+        saved, unchanged = self._transport.left_out if isinstance(self._transport, DeltaTransport) else (0, 0)
+        counts = {"bytes": self._bytes - saved, "size": self._bytes, "unchanged": unchanged}
+        return Sent(**counts, failures=dict(self._failures), checksums=self._checksums.finish())
 
     async def _open(self) -> None:
         request, limit_s = self._request, self._request.deadline_s
@@ -158,11 +235,12 @@ class WeightSender:
             self._transport = SharedMemoryTransport(request, self._device)
         else:
             self._transport = group = await self._groups.get(request, self._clients, self._device)
-            await self._drop_failed(group.join(self._clients))
+            await self._in_turn(partial(group.join, self._clients))
 
-    async def _drop_failed(self, work: Coroutine[Any, Any, dict[str, Failure]]) -> None:
-        """Leaves the servers that fail in `work` out of the buckets that follow."""
-        failures = await work
+    async def _in_turn(self, send: Callable[[], Awaitable[dict[str, Failure]]]) -> None:
+        """Leaves the servers that fail out of the buckets that follow."""
+        turns = None if isinstance(self._transport, SharedMemoryTransport) else self._groups.turns
+        failures = await (send() if turns is None else turns.take(self._request.id, send))
         self._failures |= failures
         for url in failures:
             await self._clients.pop(url).close()

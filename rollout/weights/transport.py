@@ -28,7 +28,6 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from torch.multiprocessing import reductions
 
 from rollout.errors import RolloutError, ServerRefused
-from rollout.weights.checksums import Checksums
 from rollout.wire.client import ServerInfo, SglangClient
 
 GRACE_S = 3.0
@@ -83,6 +82,8 @@ class SendRequest:
     api_key_file: Path | None
     more: bool = False
     """Whether other servers are sent the same weights next."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """No other request's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,28 +93,6 @@ class Failure:
     reason: str
     answers: bool
     """Whether the server said so itself, and still answers other requests."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
-    """The result of a send."""
-
-    bytes: int = 0
-    changed: float = 1.0
-    """Share of the weights' values that were sent."""
-    failures: Mapping[str, Failure] = field(default_factory=dict)
-    """By URL, the servers that hold only some of the buckets, or none."""
-    checksums: Mapping[ServerInfo, Checksums] = field(default_factory=dict)
-    """Of the trainer's weights, as each kind of server should have them."""
-
-    def then(self, other: "Sent") -> "Sent":
-        """Both sends, of the same weights to different servers."""
-        return Sent(
-            bytes=self.bytes + other.bytes,
-            changed=(self.changed + other.changed) / 2,
-            failures={**self.failures, **other.failures},
-            checksums={**self.checksums, **other.checksums},
-        )
 
 
 class SharedMemoryTransport:

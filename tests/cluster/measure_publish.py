@@ -1,9 +1,9 @@
-"""How long a publish takes: a model of two trainer ranks (TP 2) into two receivers, against a plain copy of its bytes.
+"""How long a publish takes: a model of two trainer ranks into two receivers, against a plain copy of its bytes.
 
-`python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256]`. The receivers are those of
-tests/rollout/peer.py, that keep what they are sent in memory. Each transport is used nine times, in turn with one
-bucket at a time and with two in flight; medians without the first, in which `delta` sends all values. Before each other
-one 3% of them have changed.
+`python -m tests.cluster.measure_publish FOLDER [--gigabytes 1] [--bucket-mb 256] [--pipeline]`: TP 2, or PP 2. The
+receivers are those of tests/rollout/peer.py, that keep what they are sent in memory. Each transport is used nine times,
+in turn with one bucket at a time and with two in flight; medians without the first, in which `delta` sends all values.
+Before each other one 3% of them have changed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def timed(place: RankPlace, requests: Sequence[SendRequest], kinds: Sequence[Ser
 
     def alone(sender: WeightSender, *what: Any) -> None:
         overlapped(sender, *what)
-        sender._finish()
+        sender._under_way.result()
 
     class Timed(RankWeights):
         def send(self, request: SendRequest, *arguments: Any) -> Any:
@@ -68,8 +68,8 @@ def timed(place: RankPlace, requests: Sequence[SendRequest], kinds: Sequence[Ser
     import megatron_dapo.cluster.rank_weights as module
 
     module.RankWeights = Timed  # type: ignore[misc]
-    folder, bucket = what
-    sync_kit.send(place, folder, requests, kinds, bucket)
+    folder, bucket, layout = what
+    sync_kit.send(place, folder, requests, kinds, bucket, layout=layout)
     module.RankWeights = RankWeights  # type: ignore[misc]
     return seconds
 
@@ -107,6 +107,8 @@ def receive(folder: Path) -> None:
     from tests.rollout import peer
 
     class Peer(peer.Peer):
+        latest_s = 0.0
+
         def put_in_place(self, told: dict[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
             """As a server does."""
             sizes = [math.prod(shape) for _, shape in told["tensors"]]
@@ -126,7 +128,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--pipeline", action="store_true", help="two stages, each of which sends its part")
     given = parser.parse_args()
+    layout = {"pipeline" if given.pipeline else "tensor": 2}
     model = save_model(given.folder / "model", given.gigabytes)
     size = (model / "model.safetensors").stat().st_size
     source = torch.zeros(size, dtype=torch.uint8)
@@ -147,11 +151,12 @@ def main() -> None:
                     for held, label in itertools.pairwise("0" + LABELS)
                 ]
                 kinds = [INFO] if hashed else []
-                first, *_ = run_ranks(2, timed, requests, kinds, model, given.bucket_mb << 20, timeout_s=900)
+                how = model, given.bucket_mb << 20, layout
+                first, *_ = run_ranks(2, timed, requests, kinds, *how, timeout_s=900)
             both, one = (statistics.median(first[at::2]) for at in (1, 2))
             what = "hashed (SHA-256)" if hashed else "not hashed"
-            how = f"{both:.2f} s, {both / copy_s:.1f} copies; {both / one:.2f} of one bucket at a time"
-            print(f"{transport}, {what}: {how}", flush=True)
+            result = f"{both:.2f} s, {both / copy_s:.1f} copies; {both / one:.2f} of one bucket at a time"
+            print(f"{transport}, {what}: {result}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Weights from Megatron at TP=2 into other processes, by both transports, with peers that die, hang or refuse."""
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,10 @@ class Started:
     def held(self) -> tuple[str, dict]:
         with safe_open(self.folder / "held.safetensors", framework="pt") as file:
             return file.metadata()["label"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def times(self) -> dict[str, int]:
+        with safe_open(self.folder / "held.safetensors", framework="pt") as file:
+            return json.loads(file.metadata()["times"])
 
     def sources(self) -> list[str]:
         with safe_open(self.folder / "held.safetensors", framework="pt") as file:
@@ -150,7 +155,7 @@ def test_beside_the_trainers_ranks_each_servers_rank_maps_the_memory_of_its_own(
             held, tensors = one.held()
             assert held == "8"
             assert_same_tensors(tensors, read_folder(folder))
-        assert all(sent.checksums.get(kind, {}) == {} for sent in second), "hashed once"
+        assert second == [None, None]
 
 
 @pytest.mark.parametrize("fault", [("exit", 1), ("hang", 1), ("refuse", 1)], ids=lambda value: value[0])

@@ -23,12 +23,13 @@ def send(
     device: str = "cpu",
     dtype: str = "float32",
     quantization: dict[str, Any] | None = None,
+    layout: dict[str, Any] | None = None,
 ) -> list[Sent | None]:
-    """One after the other, by one trainer at TP = all ranks: its process group stays."""
+    """One after the other, by one trainer, at TP = all ranks without a `layout`: its process groups stay."""
     from megatron_dapo.actor.actor import MegatronActor
 
     actor = MegatronActor(
-        ActorConfig(layout=LayoutConfig(tensor=place.world_size), device=device),
+        ActorConfig(layout=LayoutConfig(**(layout or {"tensor": place.world_size})), device=device),
         ModelConfig(path=str(folder), context_length=64, dtype=dtype),
         rank=place.rank,
         world_size=place.world_size,
@@ -53,11 +54,12 @@ class PoolTrainer:
         Args:
             run: RankPool.run.
             transport: of SendRequest.
-            place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype`, `quantization` as for `send`.
+            place: `ranks` (2), `backend` ("gloo"), and `bucket_bytes`, `device`, `dtype`, `quantization`, `layout` as
+                for `send`.
         """
         self.run, self.folder, self.transport, self.deadline_s = run, folder, transport, deadline_s
         self.ranks, self.bucket_bytes = place.pop("ranks", 2), place.pop("bucket_bytes", 1 << 20)
-        self.backend, self.quantization = place.pop("backend", "gloo"), place.pop("quantization", None)
+        self.backend = place.pop("backend", "gloo")
         self.place = place
         self.written = 0
         self.sent: Sent | None = None
@@ -73,7 +75,8 @@ class PoolTrainer:
             more=more,
         )
         kinds = list(dict.fromkeys(target.info for target in targets))
-        where = (self.place.get("device", "cpu"), self.place.get("dtype", "float32"), self.quantization)
+        known = {"device": "cpu", "dtype": "float32", "quantization": None, "layout": None} | self.place
+        where = [known[name] for name in ("device", "dtype", "quantization", "layout")]
         results = await asyncio.to_thread(
             self.run, self.ranks, send, self.folder, [request], kinds, self.bucket_bytes, *where, timeout_s=300
         )

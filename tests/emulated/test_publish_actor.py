@@ -1,6 +1,8 @@
-"""The actor's own weights by process group under NCCL's rules, from tensors of the emulated device, at TP=2."""
+"""The actor's own weights by process groups under NCCL's rules, from tensors of the emulated device: at TP=2, and a
+group for each of two pipeline stages."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,10 @@ def strict_send(place: RankPlace, *arguments: Any) -> list[Sent | None]:
     return sent
 
 
-def test_the_actors_ranks_and_two_servers_meet_in_a_group_of_their_own(strict: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_the_actors_ranks_and_two_servers_meet_in_groups_of_their_own(
+    strict: Any, tmp_path: Path, layout: dict[str, int]
+) -> None:
     folder = save_tiny(tmp_path / "model", "qwen2", tied=False)
 
     def on_ranks(n: int, _: Any, *arguments: Any, timeout_s: float) -> list[Any]:
@@ -40,7 +45,8 @@ def test_the_actors_ranks_and_two_servers_meet_in_a_group_of_their_own(strict: A
 
     async def test() -> None:
         engines = [PlayedEngine(tmp_path / f"server{at}", folder) for at in range(2)]
-        trainer = PoolTrainer(on_ranks, folder, "distributed", backend="nccl", bucket_bytes=200_000)
+        place = {"layout": layout, "ranks": math.prod(layout.values())}
+        trainer = PoolTrainer(on_ranks, folder, "distributed", backend="nccl", bucket_bytes=200_000, **place)
         async with played_fleet(engines) as fleet:
             report = await fleet.publish_stream(trainer, 1)
             assert report.by_disk == {}

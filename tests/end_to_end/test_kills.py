@@ -181,21 +181,24 @@ def test_a_kill_while_the_run_starts_changes_nothing(undisturbed, tmp_path, vict
 
 
 SHIPPED = ("actor.layout.tensor=1", "actor.layout.data=2", "rollout.servers=2")
+STAGES = ("actor.layout.tensor=1", "actor.layout.pipeline=2", "rollout.weight_sync=distributed", "rollout.servers=2")
 
 
-@pytest.fixture(scope="module")
-def undisturbed_as_shipped(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("shipped") / "run"
-    finished = Running(*arguments(run_dir, *SHIPPED), log=run_dir.parent / "out.txt").finish(300)
+@pytest.fixture(scope="module", params=[SHIPPED, STAGES], ids=["shipped", "stages"])
+def undisturbed_in_layout(request, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+    run_dir = tmp_path_factory.mktemp("layout") / "run"
+    finished = Running(*arguments(run_dir, *request.param), log=run_dir.parent / "out.txt").finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
-    return run_dir
+    return run_dir, request.param
 
 
 @pytest.mark.parametrize(
     ("victim", "count"), [("coordinator", 4), ("coordinator", 11), ("trainer", 11), ("server", 11)]
 )
-def test_a_kill_changes_nothing_of_the_quickstart_in_its_own_layout(undisturbed_as_shipped, tmp_path, victim, count):
-    """Data parallel, with two servers: a prompt's responses may come from the other one after a loss."""
-    output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *SHIPPED)
+def test_a_kill_changes_nothing_in_other_layouts(undisturbed_in_layout, tmp_path, victim, count):
+    """The quickstart's own: data parallel, with two servers; a prompt's responses may come from the other one after a
+    loss. And two pipeline stages, each of which sends its weights to both servers."""
+    undisturbed, layout = undisturbed_in_layout
+    output = live_through(tmp_path / "run", victim, Event.FINISHED, count, *layout)
     check_killed(victim, output)
-    check_equal(tmp_path / "run", undisturbed_as_shipped, output)
+    check_equal(tmp_path / "run", undisturbed, output)

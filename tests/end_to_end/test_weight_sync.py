@@ -51,6 +51,19 @@ def test_every_way_gives_the_same_run(tmp_path: Path) -> None:
     assert log.count("init custom process group") == 1, "one group for all publishes"
 
 
+def test_each_stage_sends_its_part_of_the_same_run(tmp_path: Path) -> None:
+    stages = ("actor.layout.tensor=1", "actor.layout.pipeline=2", "rollout.servers=2")
+    by_disk, by_groups, changes = (
+        finished_run(tmp_path / way, way, *stages) for way in ("disk", "distributed", "delta")
+    )
+    assert [line["weight_version"] for line in by_disk] == [1, 2]
+    assert by_groups == by_disk
+    assert [line.pop("weight_sync/changed") for line in changes] == [1.0, 1.0]
+    assert changes == [{key: value for key, value in line.items() if key != "weight_sync/changed"} for line in by_disk]
+    log = (tmp_path / "distributed" / "logs" / "server0.log").read_text()
+    assert log.count("init custom process group") == 2, "a group for each stage, for all publishes"
+
+
 def test_changes_alone_give_the_same_run(tmp_path: Path) -> None:
     """In bfloat16 at a small learning rate few values change; every publish is verified."""
     small = ("model.dtype=bfloat16", "actor.optimizer.lr=1e-5", "run.rollout_steps=3")

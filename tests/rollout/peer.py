@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -31,15 +32,28 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Peer:
+    latest_s = 0.02
+    """At most so much later than it comes, a call is taken."""
+
     def __init__(self, folder: Path, fault: str = "", at: int = 0) -> None:
         self.folder, self.fault, self.at = folder, fault, at
         self.bucket = 0
         self.held: dict[str, torch.Tensor] = {}
         self.whole: dict[str, torch.Tensor] = {}
-        """Of the last label."""
+        """Of the last label. Each sender gives it, with its last bucket."""
+        self.times: dict[str, int] = {}
+        """How often each came."""
         self.groups: dict[str, Any] = {}
         self.sources: set[str] = set()
         """Processes whose memory it has mapped, one for each payload."""
+        self.one_at_a_time = asyncio.Lock()
+
+    @web.middleware
+    async def in_turn(self, request: web.Request, handler: Any) -> Any:
+        """As SGLang's scheduler, in the order in which requests come, which no other server need share."""
+        await asyncio.sleep(random.uniform(0, self.latest_s))
+        async with self.one_at_a_time:
+            return await handler(request)
 
     async def init_group(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -130,10 +144,13 @@ class Peer:
         assert asked["load_format"] in ("flattened_bucket", LOADER)
         assert asked["flush_cache"] is False
         self.held |= tensors
+        for name in tensors:
+            self.times[name] = self.times.get(name, 0) + 1
         if asked["weight_version"] is not None:
+            self.whole |= self.held
             told = {"label": asked["weight_version"], "sources": " ".join(sorted(self.sources))}
-            save_file(self.held, self.folder / "held.safetensors", told)
-            self.whole, self.held, self.bucket = self.held, {}, 0
+            save_file(self.whole, self.folder / "held.safetensors", told | {"times": json.dumps(self.times)})
+            self.held, self.bucket = {}, 0
         return web.json_response({"success": True, "message": ""})
 
     async def _stumble(self, bucket: int) -> None:
@@ -147,7 +164,7 @@ class Peer:
 
 
 async def serve(peer: Peer) -> None:
-    app = web.Application()
+    app = web.Application(middlewares=[peer.in_turn])
     app.add_routes(
         [
             web.post("/init_weights_update_group", peer.init_group),

@@ -155,18 +155,23 @@ def own(stage: RankMemory, phase: str) -> float:
     return stage.peaks[phase] - stage.items[phase].get("servers' weights", 0.0)
 
 
+def first_of_stage(trace: RankTrace) -> bool:
+    return not any(at for what, at in trace.place.items() if what != "pipeline")
+
+
 class Findings:
     """All that is said about a config's traces. `peaks`: every phase that the plan has a figure for, rank by rank."""
 
     def __init__(self, traces: Sequence[RankTrace], config: Config, hf: HFModelConfig, constants: Calibration) -> None:
         bare = dataclasses.replace(constants, framework_memory=0.0, fragmentation=0.0)
         stages = trainer_memory(Scenario(config, hf, bare))
+        by_stage = config.way_of_weights(on_gpus=True) in ("distributed", "delta")
         self.traces, self.waits, self.disagreements = traces, loop_waits(traces), disagreements(traces)
         self.peaks = [
             Peak(trace.rank, phase, trace.peaks[phase], own(stages[trace.place["pipeline"]], phase))
             for trace in traces
             for phase in PHASES
-            if phase != "weight sync" or trace.rank == 0  # only rank 0 gathers weights
+            if phase != "weight sync" or trace.rank == 0 or (by_stage and first_of_stage(trace))  # others gather none
         ]
 
     @property

@@ -63,6 +63,8 @@ def trace_rank(config: Config, rank: int, *, transformer_engine: bool) -> RankTr
 
 
 def _run(config: Config, rank: int, meter: Meter) -> Any:
+    from megatron.core import parallel_state
+
     from megatron_dapo.actor.actor import MegatronActor
     from megatron_dapo.actor.checkpoint import checkpoint
     from megatron_dapo.coordinator.batch import objective_of
@@ -101,9 +103,12 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
     with meter.measured("checkpoint"), actor.memory.resident("parameters", "optimizer"):
         checkpoint._sharded_state(actor.optimizer, loading=False)
     with meter.measured("weight sync"):
-        # Where rank 0's weights go: a new buffer for each bucket, while the one before is sent; a file takes them one
-        # by one.
-        to_disk = config.way_of_weights(on_gpus=True) == "disk"
+        # Where rank 0's weights go, or those of each stage's first rank: a new buffer for each bucket, while the one
+        # before is sent; a file takes them one by one.
+        way = config.way_of_weights(on_gpus=True)
+        to_disk, by_stage = way == "disk", way in ("distributed", "delta")
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        gathers = dist.get_global_rank(stages, 0) == 0 if by_stage else rank == 0
         held: deque[torch.Tensor] = deque()
 
         def buffer(size: int) -> torch.Tensor:
@@ -112,8 +117,9 @@ def _run(config: Config, rank: int, meter: Meter) -> Any:
             held.append(torch.empty(size, dtype=torch.uint8, device=actor.device.device))
             return held[-1]
 
-        sink: Any = SimpleNamespace(buffer=buffer, put=lambda bucket, tensors: None)
-        actor.stream_weights(sink if rank == 0 else None, 1 if to_disk else config.rollout.sync_bucket_mb << 20)
+        sink: Any = SimpleNamespace(buffer=buffer, put=lambda bucket, tensors: None, expect=lambda names: None)
+        budget = 1 if to_disk else config.rollout.sync_bucket_mb << 20
+        actor.stream_weights(sink if gathers else None, budget, by_stage=by_stage)
     return actor
 
 

@@ -3,7 +3,7 @@ budget. Gathered parameter by parameter, nowhere whole."""
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,11 @@ def gathered_parameters(
     dtype: torch.dtype,
     value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
     shards: Mapping[str, Shards] | None = None,
+    by_stage: bool = False,
 ) -> Iterator[tuple[Shards, Tensor | None]]:
     """(how a parameter is split, all its shards [ranks, *shape]) in the order of `model_shards`; None elsewhere than on
-    global rank 0, and nothing at all on ranks that hold only what others hold too.
+    global rank 0, and nothing at all on ranks that hold only what others hold too. `by_stage`: `shards` are the
+    rank's `stage_shards`, and come to the stage's first rank.
 
     Collective as `hf_tensors`. `value` gives what is gathered for a parameter, of its shape, in any type: its weight,
     or for example `lambda parameter: parameter.main_grad`; it arrives as `dtype`. `shards`: what is gathered, by name;
@@ -92,17 +94,18 @@ def gathered_parameters(
     sends_experts = hf.experts is not None and parallel_state.get_expert_data_parallel_rank() == 0
     if not sends_dense and not sends_experts:
         return
-    own = dict(named_parameters(chunks, hf))
-    stages = gather_objects({place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
-    for name, each in (shards or model_shards(hf)).items():
-        stage = next(index for index, places in enumerate(stages) if place_of(name) in places)
+    own, shards = dict(named_parameters(chunks, hf)), model_shards(hf) if shards is None else shards
+    stages = _stages(own, shards)
+    for name, each in shards.items():
+        stage = stages[name]
         group, holders = _holders(hf, each)
         stacked = None
         sends = sends_dense if each.expert is None else sends_experts
         if sends and stage == parallel_state.get_pipeline_model_parallel_rank():
             shard = value(own[name]).to(dtype).contiguous() if name in own else None
             stacked = _stack(shard, each.local_shape(len(holders)), dtype, group, holders)
-        stacked = _to_rank_zero(stacked, stage, (len(holders), *each.local_shape(len(holders))), dtype)
+        if not by_stage:
+            stacked = _to_rank_zero(stacked, stage, (len(holders), *each.local_shape(len(holders))), dtype)
         yield each, stacked
         del stacked
 
@@ -164,21 +167,26 @@ def stream_weights(
     bucket_bytes: int,
     sink: Any,
     quantize: bool = False,
+    by_stage: bool = False,
 ) -> None:
     """Hand the whole model to `sink` (rollout.weights.sender.WeightSender) on global rank 0; every rank calls, the
     others with None. It gives a buffer, uint8 [size], on any device, which is filled and put with its tensors as views.
     A sink on another rank has its buffers put as they are, each at the same time. `quantize`: to FP8, with scales.
+    `by_stage`: the first rank of each pipeline stage has a sink, for what the stage holds.
 
-    Rank 0 then holds one gathered parameter besides the model and the sink's buffers, two at a time; any other rank at
-    most one parameter.
+    A rank with such a sink then holds one gathered parameter besides the model and the sink's buffers, two at a time;
+    any other rank at most one parameter.
 
     Raises:
-        Exception: what the sink raised, on rank 0, after the other ranks have sent everything.
+        Exception: what the sink raised, on its rank, after the other ranks have sent everything.
     """
-    stream = gathered_parameters(chunks, hf, dtype=dtype)
+    chosen = stage_shards(chunks, hf) if by_stage else model_shards(hf)
+    stream = gathered_parameters(chunks, hf, dtype=dtype, shards=chosen, by_stage=by_stage)
     try:
         if sink is not None:
-            for bucket in plan_buckets(model_shards(hf).values(), dtype, bucket_bytes, quantize=quantize):
+            if by_stage:
+                sink.expect(hf_shapes(hf, quantize=quantize, shards=chosen))
+            for bucket in plan_buckets(chosen.values(), dtype, bucket_bytes, quantize=quantize):
                 views = bucket.views(sink.buffer(bucket.size))
                 for shards, stacked in islice(stream, bucket.parameters):
                     if stacked is not None and not quantize:
@@ -207,10 +215,27 @@ def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     return shards
 
 
-def hf_shapes(hf: HFModelConfig, *, quantize: bool = False) -> dict[str, tuple[int, ...]]:
+def stage_shards(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> dict[str, Shards]:
+    """Those of `model_shards` that are sent from this rank's pipeline stage. Collective over a pipeline's ranks."""
+    shards, own = model_shards(hf), parallel_state.get_pipeline_model_parallel_rank()
+    stages = _stages(dict(named_parameters(chunks, hf)), shards)
+    return {name: each for name, each in shards.items() if stages[name] == own}
+
+
+def _stages(own: Collection[str], names: Collection[str]) -> dict[str, int]:
+    """The pipeline stage that each parameter is gathered from; of tied weights the first one has the embedding. `own`:
+    the rank's parameters. Collective over a pipeline's ranks."""
+    held = gather_objects({place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
+    return {name: next(at for at, places in enumerate(held) if place_of(name) in places) for name in names}
+
+
+def hf_shapes(
+    hf: HFModelConfig, *, quantize: bool = False, shards: Mapping[str, Shards] | None = None
+) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them; `quantize`:
-    with the scales of FP8 weights."""
-    shapes = {name: shape for shards in model_shards(hf).values() for name, shape in shards.shapes.items()}
+    with the scales of FP8 weights. `shards`: which; None: `model_shards`."""
+    chosen = model_shards(hf) if shards is None else shards
+    shapes = {name: shape for each in chosen.values() for name, shape in each.shapes.items()}
     return quantized_shapes(shapes) if quantize else shapes
 
 

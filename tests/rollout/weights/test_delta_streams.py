@@ -43,4 +43,5 @@ def test_changes_are_kept_behind_what_fills_the_bucket_and_before_it_is_used_aga
     monkeypatch.setattr(delta.GroupTransport, "send", whole)
     bucket = SimpleNamespace(shapes={"a": (4,)}, dtype=torch.float32)
     asyncio.run(sent.send(torch.zeros(16, dtype=torch.uint8), bucket, {}, "3"))
+    sent.settle()
     assert log == ["main waits for up", "down waits for main", "on down", "on up", "send", "host waits for down"]
