@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from pydantic import BaseModel, ValidationError
@@ -47,7 +46,6 @@ def main() -> int:
     parser.add_argument("command", choices=["grade"], help="judge the responses of a JSON lines file")
     fields = '"response", "ground_truth" and optionally "verifier" and "prompt"'
     parser.add_argument("file", help=f"JSON lines with {fields}; - for stdin")
-    parser.add_argument("--output", help="write the verdicts here instead of to standard output")
     names = f"{', '.join(VERIFIERS)}, module:function, or a weighted sum"
     parser.add_argument("--verifier", default=defaults.verifier, help=f"for lines that name none: {names}")
     parser.add_argument("--workers", type=int, default=defaults.workers, help="processes")
@@ -58,7 +56,10 @@ def main() -> int:
     try:
         config = RewardConfig(remote=RemoteConfig(url=arguments.remote_url), **options)
         check_verifiers({arguments.verifier: "--verifier"}, config)
-        return _grade_file(arguments.file, arguments.output, config)
+        with nullcontext(sys.stdin.buffer) if arguments.file == "-" else open(arguments.file, "rb") as lines:
+            asyncio.run(_grade(lines, sys.stdout, config))
+        sys.stdout.flush()
+        return EXIT_OK
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has closed the pipe
         return EXIT_OK
@@ -66,7 +67,7 @@ def main() -> int:
         code, told = EXIT_USAGE, f"{error.filename or arguments.file}: {error.strerror or error}"
     except PoolError as error:
         code, told = EXIT_NO_VERDICTS, str(error)
-    except ValueError as error:  # an unknown verifier, an output that is the input
+    except ValueError as error:  # an unknown verifier
         code, told = EXIT_USAGE, _in_words(error) if isinstance(error, ValidationError) else str(error)
     print(f"reward grade: {told}", file=sys.stderr)
     return code
@@ -75,22 +76,6 @@ def main() -> int:
 def _in_words(error: ValidationError) -> str:
     faults = [(".".join(map(str, each["loc"])), each["input"], each["msg"]) for each in error.errors()]
     return "; ".join(f"{key} = {given!r:.40}: {said.removeprefix('Value error, ')}" for key, given, said in faults)
-
-
-def _grade_file(source: str, target: str | None, config: RewardConfig) -> int:
-    there = Path(target) if target is not None and Path(target).exists() else None
-    if there and (not there.is_file() or (source != "-" and there.samefile(source))):
-        raise ValueError(f"--output {target}: is the input itself or no file; verdicts go to another file")
-    part = None if target is None else Path(f"{target}.{os.getpid()}.part")  # two may grade into one target
-    with (
-        nullcontext(sys.stdin.buffer) if source == "-" else open(source, "rb") as lines,
-        nullcontext(sys.stdout) if part is None else open(part, "w", encoding="ascii") as verdicts,
-    ):
-        asyncio.run(_grade(lines, verdicts, config))
-        verdicts.flush()
-    if part is not None and target is not None:
-        os.replace(part, target)
-    return EXIT_OK
 
 
 async def _grade(lines: BinaryIO, verdicts: TextIO, config: RewardConfig) -> None:

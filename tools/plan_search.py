@@ -33,14 +33,14 @@ from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.load import flatten_config
 from megatron_dapo.config.root import contradictions
 from megatron_dapo.monitor.console import text_page
-from megatron_dapo.plan.memory import server_memory
+from megatron_dapo.plan.memory import server_memory, trainer_memory
 from megatron_dapo.plan.planner import (
     SPARE,
     Plan,
     find_misfits,
-    headroom,
     least_recompute,
     make_plan,
+    trainer_room,
 )
 from megatron_dapo.plan.rank_state import rank_state
 from megatron_dapo.plan.rollout import RolloutStep
@@ -204,6 +204,12 @@ def _layouts(case: Scenario, gpus: int) -> Iterator[LayoutConfig]:
             one = LayoutConfig(**cut, sequence_parallel=tensor > 1)
             if possible(case.changed({"actor.layout": one})):
                 yield one
+
+
+def headroom(case: Scenario) -> float:
+    """Bytes of a GPU that the trainer leaves free where it needs most; negative: it does not fit."""
+    room = trainer_room(case)
+    return min(room[phase] - peak for rank in trainer_memory(case) for phase, peak in rank.peaks.items())
 
 
 def possible(case: Scenario) -> bool:

@@ -4,7 +4,6 @@ They start and stop one by name around each micro-batch's forward and backward, 
 and the sum of the gradients. On CUDA a stop is an event in the stream, not a wait for it: the passes run as they would.
 """
 
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,16 +66,3 @@ class PassClock:
 
     def _epoch_of(self, mark: Any) -> float:
         return self._epoch + float(self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero)
-
-
-def time_all_reduce(values: torch.Tensor, group: Any) -> dict[str, Any]:
-    """Seconds of one all-reduce of `values` over `group`, the median of five; every rank of it calls.
-
-    Tensor parallelism does its communication inside the passes, where no clock of ours stands.
-    """
-    clock = PassClock(values.device)
-    for _ in range(6):  # the first one opens connections
-        with clock.measure("all-reduce"):
-            torch.distributed.all_reduce(values, group=group)
-    seconds, ranks = [end - start for _, start, end, _ in clock.times()], torch.distributed.get_world_size(group)
-    return {"bytes": values.nbytes, "ranks": ranks, "seconds": statistics.median(seconds[1:])}

@@ -56,13 +56,8 @@ class PolicyObjective:
     def __call__(
         self, log_probs: Float[Tensor, " T"], entropy: Float[Tensor, " T"], columns: LossColumns | None
     ) -> TokenLoss:
-        """Loss and statistics of T tokens.
-
-        Raises:
-            ValueError: a column is missing that this objective reads.
-        """
-        if columns is None:
-            raise ValueError("the policy objective reads advantages and old log-probs: give it LossColumns")
+        """Loss and statistics of T tokens."""
+        assert columns is not None
         policy = self.loss(log_probs, columns)
         loss = policy.loss if columns.correction is None else columns.correction * policy.loss
         stats = {"approx_kl_old": kl_estimate(columns.old_log_probs, log_probs.detach(), "k3"), **policy.stats}
@@ -75,8 +70,7 @@ class PolicyObjective:
         return TokenLoss(loss=loss, stats=stats)
 
     def _kl(self, log_probs: Tensor, columns: LossColumns) -> Tensor:
-        if columns.reference_log_probs is None:
-            raise ValueError("the KL term reads reference_log_probs, but there are none; set kl_coefficient to 0")
+        assert columns.reference_log_probs is not None
         if self.kl_aggregation != "sequence":  # what else differs between the others is `columns.kl_scale`
             return kl_estimate(log_probs, columns.reference_log_probs, self.kl_estimator)
         responses = {"sequence_index": columns.sequence_index, "sequence_lengths": columns.sequence_lengths}

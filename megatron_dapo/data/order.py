@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -24,12 +23,6 @@ class Span:
     start: int
     count: int
     weight: float
-
-
-class Order(Protocol):
-    """Which prompt stands at which position of the endless order."""
-
-    def index_at(self, position: int) -> int: ...
 
 
 class PromptOrder:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.data_config import DataConfig
-from megatron_dapo.data.order import Order, PromptOrder, Span
+from megatron_dapo.data.order import PromptOrder, Span
 from megatron_dapo.data.records import Chat, DataError, PromptFile, Row, nearest, parse_row, raw_rows
 from megatron_dapo.data.tokenizer import TextTools
 from reward.check import check_ground_truth
@@ -62,7 +62,7 @@ class PromptSet:
     ordered: str = "spaced"
     """`data.order`."""
 
-    def order(self, seed: int) -> Order:
+    def order(self, seed: int) -> PromptOrder:
         """The endless order: ours, or what `ordered`, as `module:name`, makes of the prompts and the seed.
 
         Raises:

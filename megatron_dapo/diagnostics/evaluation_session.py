@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,7 +27,7 @@ from megatron_dapo.experience.generator import Responder
 from megatron_dapo.experience.groups import EarlierTurn
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.statistics import EVALUATIONS
-from megatron_dapo.storage.durable import FolderHeld, drop_torn_line, lock_folder, replace_file, whole_lines
+from megatron_dapo.storage.durable import drop_torn_line, lock_folder, replace_file, whole_lines
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 
@@ -55,25 +55,9 @@ class ResponseLog:
         self.known[key] = answer
 
 
-def locked(folder: Path) -> AbstractContextManager[object]:
-    """The folder of one evaluation, in which one process writes at a time: a context that lets it go.
-
-    Raises:
-        EvaluationError: another process holds it.
-        OSError: it cannot be written or locked.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return lock_folder(folder)
-    except FolderHeld:
-        raise EvaluationError(
-            f"{folder}: another evaluation writes there; wait for it, or give another --out"
-        ) from None
-
-
 @contextmanager
 def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
-    """The log of a folder that this process has `held`.
+    """The log of a folder that this process holds.
 
     Args:
         settings: what decides a response and its verdict; those of an earlier start must have been equal.
@@ -112,7 +96,7 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
             line = json.loads(text)
             key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
             earlier = tuple(EarlierTurn(**turn) for turn in line["earlier"])
-            known[key] = Answer(**line | {"versions": tuple(line["versions"]), "earlier": earlier})
+            known[key] = Answer(**line | {"earlier": earlier})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluationError(
                 f"{place}: no response of an evaluation ({error!r}); remove the line, it will be asked for again"
@@ -225,8 +209,8 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
         What result.json holds.
 
     Raises:
-        EvaluationError: `out` belongs to another evaluation, one is at work there, or the servers' weights
-            changed meanwhile.
+        EvaluationError: `out` belongs to another evaluation, or the servers' weights changed meanwhile.
+        FolderHeld: another process is at work in `out`.
         Stalled: as `Waits.wait_for`.
     """
     weights = None if config.rollout.urls else Path(config.model.path)
@@ -236,7 +220,8 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
     rules = turn_rules(config, text, heldout.prompts)
     console.note(f"held-out problems: {heldout.summary()}; asked: {config.evaluation.limit or 'all'}")
     waits, deadline_s = Waits(), config.run.step_deadline_s
-    with closing(console), locked(out), closing(RewardPool(config.reward)) as pool:
+    out.mkdir(parents=True, exist_ok=True)
+    with closing(console), lock_folder(out), closing(RewardPool(config.reward)) as pool:
         async with (
             heartbeat(out, waits, 0, console),
             local_fleet(config, out, waits, vocab_size=text.vocab_size, report=console.note) as fleet,

@@ -14,7 +14,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.doctor import machine_checks as machine
 from megatron_dapo.doctor.probing import FIX, NO_CONFIG, Facts, Finding, failed, passed, run, warning
-from megatron_dapo.plan.memory import disk_bytes, node_memory, routing_bytes, routing_of_batch
+from megatron_dapo.plan.memory import disk_bytes, node_memory
 from megatron_dapo.plan.rank_state import model_parameters
 from megatron_dapo.plan.scenario import Scenario, load_calibration, share_gpus
 from megatron_dapo.storage.run_dir import RunDirError, has_run, refuse_what_is_there
@@ -92,10 +92,8 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     """What the processes of this machine need, by the plan, against what it can give."""
     case, available = _scenario(facts.config), psutil.virtual_memory().available
     processes = min(facts.needed_gpus, len(facts.gpus))
-    needed, routing = node_memory(case, processes), routing_of_batch(case)
+    needed = node_memory(case, processes)
     shown = f"{available / 1e9:.1f} GB available, about {needed / 1e9:.1f} GB planned for {processes} processes"
-    if routing:
-        shown += f"; routing: {routing_bytes(case.config, case.hf)} bytes a token, up to {routing / 1e9:.1f} GB a batch"
     yield passed(shown) if needed <= available else warning(shown, FIX["host memory"])
 
 

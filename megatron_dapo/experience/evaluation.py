@@ -28,12 +28,6 @@ FORBIDDEN = -1e9
 """Logit added to a token that may not be drawn."""
 
 PROBLEMS, RESULT = "problems.jsonl", "result.json"
-METHOD = (
-    "avg@k: mean verdict. pass@k: 1 - C(n - c, k) / C(n, k) for c right of n answers (unbiased). cons@k: whether the "
-    "most frequent answer is right; equal numbers and equal texts are one answer, all right ones are one, answers that "
-    "tie share the place. Each is a mean over problems; the 95% interval is Wilson's, for the number of independent "
-    "answers that would vary as much."
-)
 
 AnswerKey = tuple[str, str, int]
 """(decoding mode, problem, number of the sample)"""
@@ -60,8 +54,6 @@ class Answer:
     extracted: str | None
     error: str | None
     """Why there is no verdict, if there is none; it then counts as wrong."""
-    versions: tuple[int, int]
-    """Oldest and newest version of the weights that wrote a token of it."""
     earlier: tuple[EarlierTurn, ...] = ()
     """Turns before the one that `text` has."""
 
@@ -178,15 +170,13 @@ class Evaluator:
 
         await self._responder.play(place, play, None if forbid is None else turn)
         (judged,), (verdict,) = await self._responder.judge(place, prompt, [play])
-        versions = play.generation(play.done).weight_versions
         return Answer(
             text=judged.response,
-            tokens=int(versions.size),
+            tokens=play.generation(play.done).drawn,
             truncated=play.done.finish_reason is FinishReason.LENGTH,
             correct=verdict.accuracy,
             extracted=verdict.extracted,
             error=verdict.error,
-            versions=(int(versions.min()), int(versions.max())),
             earlier=tuple(play.earlier),
         )
 
@@ -258,7 +248,7 @@ def write_results(
         for mode, problems in modes.items()
         for prompt, answers in zip(prompts, problems, strict=True)
     ]
-    result = dict(about or {}) | {"ways": {mode: figures(modes[mode]) for mode in modes}, "method": METHOD}
+    result = dict(about or {}) | {"ways": {mode: figures(modes[mode]) for mode in modes}}
     replace_file(folder / PROBLEMS, "".join(lines), durable=False)
     replace_file(folder / RESULT, json.dumps(result, indent=2) + "\n", durable=False)
     return result

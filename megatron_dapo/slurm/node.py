@@ -49,16 +49,9 @@ class Job:
 
     @classmethod
     def of(cls, run_dir: Path, deadline_s: float, environment: Mapping[str, str]) -> "Job":
-        """From the variables that Slurm gives every task.
-
-        Raises:
-            NodeError: one of them is missing: not started by srun.
-        """
-        try:
-            attempt = f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
-            rank, nodes = int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
-        except KeyError as error:
-            raise NodeError(f"{error.args[0]} is not set: start this through srun, as the batch script does") from None
+        """From the variables that srun gives every task."""
+        attempt = f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_RESTART_COUNT', '0')}"
+        rank, nodes = int(environment["SLURM_NODEID"]), int(environment["SLURM_NNODES"])
         return cls(rank=rank, nodes=nodes, folder=run_dir / "slurm" / attempt, deadline_s=deadline_s)
 
 

@@ -118,7 +118,9 @@ def whole_lines(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class FolderHeld(RuntimeError):
-    """Another process holds the folder."""
+    """Another process holds the folder. The message says what to do."""
+
+    exit_code = 2
 
 
 def lock_folder(folder: Path) -> AcquireReturnProxy:
@@ -134,7 +136,7 @@ def lock_folder(folder: Path) -> AcquireReturnProxy:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        raise FolderHeld from None
+        raise FolderHeld(f"{folder}: another process writes there; wait for it, or name another folder") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

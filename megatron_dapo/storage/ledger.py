@@ -75,9 +75,8 @@ class Ledger:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        if not self._file.closed:
-            self.commit()
-            self._file.close()
+        self.commit()
+        self._file.close()
 
 
 def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:

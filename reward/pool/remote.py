@@ -137,8 +137,6 @@ async def _attempt(config: ServiceConfig, session: "aiohttp.ClientSession", body
             content, status = await _content(answer), answer.status
     except TimeoutError:
         raise _Refused(f"no answer within {config.attempt_s:g} s") from None
-    except aiohttp.InvalidURL as error:
-        raise _Final(f"no address of a service: {error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:  # a key that no header can hold is a ValueError
         raise _Refused(f"{type(error).__name__}: {error}") from None
     if status != 200:

@@ -205,15 +205,3 @@ def test_the_table_names_every_file_and_each_loss_has_its_formula_here():
         module, _, name = entry.path.partition(":")
         fields = {key.rpartition(".")[2] for key in entry.reads} | set(entry.options)
         assert {each.name for each in dataclasses.fields(getattr(import_module(module), name))} == fields
-
-
-def test_reinforce_without_the_engines_log_probs_says_so():
-    log_probs, given = columns()
-    without = LossColumns(
-        advantages=given.advantages,
-        old_log_probs=given.old_log_probs,
-        sequence_index=given.sequence_index,
-        sequence_lengths=given.sequence_lengths,
-    )
-    with pytest.raises(ValueError, match="rollout_log_probs"):
-        Reinforce(upper=2.0)(log_probs, without)

@@ -189,13 +189,6 @@ def test_without_the_optional_terms_nothing_optional_is_read_or_reported():
     assert result.loss.tolist() == [-1.0]
 
 
-def test_missing_columns_are_named():
-    with pytest.raises(ValueError, match="KL term reads reference_log_probs"):
-        PolicyObjective(kl_coefficient=0.1)(tensor([-1.0]), tensor([0.0]), columns_of([1.0], [-1.0]))
-    with pytest.raises(ValueError, match="advantages"):
-        PolicyObjective()(tensor([-1.0]), tensor([0.0]), None)
-
-
 def test_no_tokens():
     result = PolicyObjective()(tensor([]), tensor([]), columns_of([], []))
     assert result.loss.shape == (0,)

@@ -10,11 +10,11 @@ from megatron_dapo.diagnostics.evaluation_session import (
     RESPONSES,
     EvaluationError,
     answer_settings,
-    locked,
     response_log,
     weight_labels,
 )
 from megatron_dapo.experience.evaluation import Answer
+from megatron_dapo.storage.durable import FolderHeld, lock_folder
 from tests.processes import ROOT
 from tests.rollout.fleet_kit import fleet_of, run
 from tests.rollout.standin import StandIn
@@ -22,9 +22,7 @@ from tests.rollout.standin import StandIn
 QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
-ANSWER = Answer(
-    text="so \ud800 Answer: 42", tokens=3, truncated=False, correct=True, extracted="42", error=None, versions=(1, 1)
-)
+ANSWER = Answer(text="so \ud800 Answer: 42", tokens=3, truncated=False, correct=True, extracted="42", error=None)
 
 
 def write(folder, count):
@@ -77,9 +75,9 @@ def test_damaged_settings_are_named_with_the_way_out(tmp_path, content):
 
 
 def test_one_process_writes_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(EvaluationError, match="another evaluation writes there"), locked(tmp_path):
+    with lock_folder(tmp_path), pytest.raises(FolderHeld, match="another process writes there"), lock_folder(tmp_path):
         pass
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 

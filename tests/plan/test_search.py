@@ -13,10 +13,10 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.cluster.placement import Bundle, check_fit, needed_bundles
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.plan.planner import SPARE, find_misfits, headroom, least_recompute, make_plan
+from megatron_dapo.plan.planner import SPARE, find_misfits, least_recompute, make_plan
 from megatron_dapo.plan.scenario import Scenario, model_dimensions
 from tests.plan.conftest import MIXTURES, RECIPES
-from tools.plan_search import plan_search_command, possible, search
+from tools.plan_search import headroom, plan_search_command, possible, search
 
 SMALL = {"algorithm.prompts_per_step": 32, "algorithm.mini_batch_responses": 128}
 """A batch that makes a plan a matter of milliseconds."""

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_dapo.cli.slurm import slurm
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.slurm.node import Job, NodeError
 from megatron_dapo.slurm.script import SlurmOptions, batch_script, limit_s, not_seen, used_of_nodes
 from megatron_dapo.storage.run_dir import RunDirError
 
@@ -178,11 +177,6 @@ def test_setup_lines_run_as_at_a_prompt_and_one_that_fails_ends_the_job(lines, c
     assert ("srun" in done.stdout) == (code == 0)
     assert "scontrol" not in done.stdout
     assert "went on" not in done.stdout
-
-
-def test_a_node_that_srun_did_not_start_says_so(tmp_path):
-    with pytest.raises(NodeError, match="SLURM_JOB_ID is not set"):
-        Job.of(tmp_path, 1.0, {})
 
 
 @pytest.mark.parametrize(

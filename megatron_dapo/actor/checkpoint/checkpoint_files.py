@@ -98,12 +98,10 @@ def read_manifest(folder: Path) -> dict[str, str]:
             that it names.
     """
     file = folder / MANIFEST_FILE
-    if not file.is_file():
-        raise _damaged(f"{file} is missing: {folder} is no whole checkpoint")
     try:
         found = json.loads(file.read_text())
         algorithm, files = found["algorithm"], dict(found["files"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(f"{file} is damaged: {error!r}") from error
     if algorithm != ALGORITHM:
         raise _damaged(f"{file}: its checksums are {algorithm!r}, of another version; take the one that wrote it")

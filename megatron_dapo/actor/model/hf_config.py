@@ -37,10 +37,6 @@ _FIXED: Mapping[str, Any] = {
     # Every layer has experts, and no others than these.
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "first_k_dense_replace": 0,
-    "n_shared_experts": 0,
-    "num_shared_experts": 0,
-    "shared_expert_intermediate_size": 0,
 }
 
 

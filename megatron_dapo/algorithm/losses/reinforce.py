@@ -30,8 +30,7 @@ class Reinforce:
     """1 where the weight was lowered to `upper`."""
 
     def __call__(self, log_probs: Float[Tensor, " T"], columns: LossColumns) -> TokenLoss:
-        if columns.rollout_log_probs is None:
-            raise ValueError("reinforce takes its ratio to rollout_log_probs, but there are none")
+        assert columns.rollout_log_probs is not None
         ratio = importance_ratio(log_probs.detach(), columns.rollout_log_probs)
         loss = -ratio.clamp(max=self.upper) * columns.advantages * log_probs
         return TokenLoss(loss=loss, stats={"truncated": indicator(ratio > self.upper, ratio)})

@@ -184,7 +184,7 @@ def test_a_missing_file_is_named(gloo, saved, model, data, tmp_path):
 
 def test_a_folder_that_is_no_checkpoint_is_named(gloo, model, data, tmp_path):
     message = gloo(1, error_of, model, {}, data, {}, tmp_path / "nothing")[0]
-    assert message.startswith(f"{tmp_path / 'nothing' / 'manifest.json'} is missing")
+    assert message.startswith(f"{tmp_path / 'nothing' / 'manifest.json'} is damaged: FileNotFoundError")
 
 
 def test_the_other_kind_of_optimizer_is_refused(gloo, saved, model, data):

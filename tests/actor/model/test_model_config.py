@@ -113,10 +113,6 @@ def test_experts_under_both_names_of_their_number(load):
     [
         ({"decoder_sparse_step": 2}, ["decoder_sparse_step = 2", "1"]),
         ({"mlp_only_layers": [0]}, ["mlp_only_layers = [0]"]),
-        ({"shared_expert_intermediate_size": 64}, ["shared_expert_intermediate_size = 64"]),
-        ({"n_shared_experts": 1}, ["n_shared_experts = 1"]),
-        ({"num_shared_experts": 1}, ["num_shared_experts = 1"]),
-        ({"first_k_dense_replace": 1}, ["first_k_dense_replace = 1"]),
         ({"num_experts": ...}, ["json: num_experts: "]),
         ({"moe_intermediate_size": "x"}, ["json: moe_intermediate_size = 'x'"]),
         ({"num_experts_per_tok": 9}, ["num_experts_per_tok = 9", "num_experts = 8"]),
