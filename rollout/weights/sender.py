@@ -73,7 +73,7 @@ def _merged(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**one, **other, **both}
 
 
-_TURN_POLL_S = 0.005
+_TURN_POLL_S = 0.002
 
 
 class Turns:
