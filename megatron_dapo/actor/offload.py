@@ -45,11 +45,6 @@ class DeviceMemory:
         """With the bytes that each storage had."""
         self._host: dict[Part, dict[int, list[Tensor]]] = {}
 
-    @property
-    def away(self) -> tuple[Part, ...]:
-        """Parts that are off the device."""
-        return tuple(part for part in PARTS if part in self._away)
-
     def storages(self) -> frozenset[int]:
         """Addresses of the storages that training changes: of weights, buffers, moments and master weights."""
         # The wrapper itself has a list of that name.

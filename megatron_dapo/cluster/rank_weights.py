@@ -1,6 +1,6 @@
 """The weights of one trainer rank on their way to the servers: into a folder, or straight into their memory.
 
-Where the actor's buckets meet the fleet's transports; in the process of each rank, acting on rank 0.
+Where the actor's buckets meet the fleet's transports, in the process of each rank.
 """
 
 import json

@@ -41,7 +41,7 @@ def sync_seconds(case: Scenario) -> float:
         if way == "delta":  # what is held comes from the host while the bucket before is hashed and sent
             send *= constants.changed_share + 1 / 8 / case.dtype_bytes  # a bit for each value
             send = max(send, model / senders / min(constants.hash_bandwidth, constants.host_bandwidth))
-    first = bucket_bytes(case) / model
+    first = min(1, senders * bucket_bytes(case) / model)
     return sends(case) * max(gather + first * send, send + first * gather)
 
 

@@ -24,12 +24,10 @@ from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream, ready
 from rollout.weights.delta import Base, DeltaTransport
 from rollout.weights.transport import (
-    Clients,
     Failure,
     GroupTransport,
     SendRequest,
     SharedMemoryTransport,
-    failures_of,
 )
 from rollout.wire.client import ServerInfo, SglangClient
 
@@ -111,21 +109,20 @@ class GroupCache:
         self._groups: list[GroupTransport] = []
         self._base = Base()
 
-    async def get(self, request: SendRequest, clients: Clients, device: torch.device) -> GroupTransport:
-        """The group of the request's servers. Any other that one of them is in is left, and ended at those of
-        `clients`."""
-        places = {target.index for target in request.targets}
+    def get(self, request: SendRequest, device: torch.device) -> GroupTransport:
+        """The group of the request's servers. Any other that one of them is in is left here; by `join` at them."""
+        places, left = {target.index for target in request.targets}, list[str]()
         for before in [each for each in self._groups if places & {target.index for target in each.targets}]:
             if before.targets == request.targets and not before.broken:
                 before.targets, before.more = request.targets, request.more  # the same, but for what they hold
                 return before
             self._groups.remove(before)
             before.close()
-            if not before.broken:  # of a broken one a server could wait for ever in this call
-                ends = {url: client.destroy_weights_update_group(before.name) for url, client in clients.items()}
-                await failures_of(ends)
+            if not before.broken:  # of a broken one a server could wait for ever in that call
+                left += [*before.left, before.name]
         delta = request.transport == "delta"
         made = DeltaTransport(request, device, self._base) if delta else GroupTransport(request, device)
+        made.left = left
         self._groups.append(made)
         return made
 
@@ -222,7 +219,9 @@ class WeightSender:
     def report(self) -> Sent:
         """Once the last bucket was put: waits for it."""
         self._under_way.result()
-        saved, unchanged = self._transport.left_out if isinstance(self._transport, DeltaTransport) else (0, 0)
+        # A server that failed in another sender's turn may have been sent nothing here, and no group have begun anew.
+        delta = self._transport if self._clients and isinstance(self._transport, DeltaTransport) else None
+        saved, unchanged = (0, 0) if delta is None else delta.left_out
         counts = {"bytes": self._bytes - saved, "size": self._bytes, "unchanged": unchanged}
         return Sent(**counts, failures=dict(self._failures), checksums=self._checksums.finish())
 
@@ -234,7 +233,7 @@ class WeightSender:
         if not request.targets or request.transport == "tensor":
             self._transport = SharedMemoryTransport(request, self._device)
         else:
-            self._transport = group = await self._groups.get(request, self._clients, self._device)
+            self._transport = group = self._groups.get(request, self._device)
             await self._in_turn(partial(group.join, self._clients))
 
     async def _in_turn(self, send: Callable[[], Awaitable[dict[str, Failure]]]) -> None:

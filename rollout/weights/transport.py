@@ -206,6 +206,8 @@ class GroupTransport:
         self.broken = False
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
         """The servers' name of the group."""
+        self.left: list[str] = []
+        """Groups that this one replaces: `join` ends them at the servers."""
         self._backend, self._device, self._deadline_s = request.backend, device, request.deadline_s
         self._host = host = own_address_for(self.targets)
         self._world = 1 + sum(target.info.tensor_parallel for target in self.targets)
@@ -231,6 +233,10 @@ class GroupTransport:
         """Before the first bucket. {url: why} of the servers that cannot take part."""
         if self._group is not None:
             return {}
+        # In this sender's turn: over NCCL the end of one waits for the group's other ranks on the same machine.
+        while self.left:
+            name = self.left.pop()
+            await failures_of({url: client.destroy_weights_update_group(name) for url, client in clients.items()})
         group = {
             "master_address": self._host,
             "master_port": self._store.port,

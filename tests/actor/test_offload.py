@@ -44,6 +44,11 @@ def tensors_of(actor: Any) -> dict[str, list[torch.Tensor]]:
     }
 
 
+def away_of(actor: Any) -> tuple[str, ...]:
+    """Parts that are off the device."""
+    return tuple(part for part in ALL if part in actor.memory._away)
+
+
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -60,7 +65,7 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str, lay
     sizes = [storage_bytes(group) for group in tensors.values()]
     actor.memory.offload(*ALL)
     actor.memory.offload(*ALL)  # a second time changes nothing
-    away, empty = actor.memory.away, [storage_bytes(group) for group in tensors.values()]
+    away, empty = away_of(actor), [storage_bytes(group) for group in tensors.values()]
     # What the freed memory holds next is not what comes back by chance.
     blocks = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
     actor.memory.onload(*ALL)
@@ -75,7 +80,7 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str, lay
             for name in ("parameters", "optimizer", "master")
         },
         "gradients": [float(t.abs().max()) for t in tensors["gradients"]],
-        "left": actor.memory.away,
+        "left": away_of(actor),
     }
 
 
@@ -105,23 +110,23 @@ def train(place: RankPlace, folder: Path, data: Columns, offload: dict, options:
     config = actor_config(options.get("layout"), offload=OffloadConfig(**offload), optimizer=options.get("optimizer"))
     actor = start_actor(place, folder, config, dtype=options["dtype"], keep_reference=True)
     batch = mini_batch(data, config, without=NONE_OF)
-    away = [actor.memory.away]
+    away = [away_of(actor)]
     results = {"start": actor.log_probs(data.responses, batch.plan, TEMPERATURE)}
-    away.append(actor.memory.away)
+    away.append(away_of(actor))
     reports = actor.update([batch, batch], PolicyObjective(), TEMPERATURE)
-    away.append(actor.memory.away)
+    away.append(away_of(actor))
     results["reference"] = actor.reference_log_probs(data.responses, batch.plan, TEMPERATURE)
     reports += actor.update([batch], PolicyObjective(), TEMPERATURE)
     actor.save_checkpoint(target / "checkpoint")
-    away.append(actor.memory.away)
+    away.append(away_of(actor))
     actor.update([batch], PolicyObjective(), TEMPERATURE)
     actor.load_checkpoint(target / "checkpoint")
     reports += actor.update([batch], PolicyObjective(), TEMPERATURE)
-    away.append(actor.memory.away)
+    away.append(away_of(actor))
     actor.export_hf(target / "export")
     results["trained"] = actor.log_probs(data.responses, batch.plan, TEMPERATURE)
     gradient = loss_and_gradients(actor, batch, PolicyObjective(), TEMPERATURE)
-    away.append(actor.memory.away)
+    away.append(away_of(actor))
     numbers = [(report.loss, report.grad_norm, report.optimizer_step) for report in reports]
     return {"away": away, "results": results, "reports": numbers, "gradient": gradient and gradient[1]}
 

@@ -116,6 +116,22 @@ def test_a_peer_that_fails_one_sender_ends_all_in_time(tmp_path, fault):
             assert_same_tensors(tensors, read_folder(folder))
 
 
+def test_groups_that_are_left_end_at_all_peers_in_turn(tmp_path):
+    """Else one peer would wait in the end of one stage's group, and another in that of the other's."""
+    folder, layout = save_tiny(tmp_path / "model", "qwen2", tied=False), {"pipeline": 2}
+    with peers(tmp_path, ("meet",), ("meet",)) as started:
+        first = request("distributed", started, deadline_s=10.0)
+        requests = [first] + [
+            replace(first, targets=(first.targets[0], replace(first.targets[1], restarts=at)), id=str(at))
+            for at in range(1, 5)
+        ]
+        sent, _ = run_ranks(2, send, folder, requests, [ONE], BUCKET, *NO_MORE, layout, timeout_s=200)
+        assert [dict(each.failures) for each in sent] == [{}] * 5
+        ended = [{path.name for path in each.folder.glob("weights-*")} for each in started]
+        assert ended[0] == ended[1]
+        assert len(ended[0]) == 2 * 4
+
+
 def in_threads(store, works):
     """What each of `works` (publish, send) comes to, each with a loop of its own, begun in this order."""
 

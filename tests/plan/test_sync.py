@@ -43,7 +43,7 @@ def test_in_memory_only_links_count(constants):
     assert (shards, stages) == (8, 2)
     link = constants.nvlink_bandwidth * constants.communication_efficiency
     gather = MODEL / stages * (shards - 1) / shards / link
-    first = max(config.rollout.sync_bucket_mb << 20, EMBEDDING) / MODEL
+    first = stages * max(config.rollout.sync_bucket_mb << 20, EMBEDDING) / MODEL  # of each stage
     broadcast = MODEL / constants.send_bandwidth
     assert seconds("distributed", constants) == pytest.approx(broadcast + first * gather)
     assert seconds("distributed", constants) < seconds("disk", constants)

@@ -79,7 +79,13 @@ class Peer:
         self.groups[name] = group
 
     async def destroy_group(self, request: web.Request) -> web.Response:
-        known = self.groups.pop((await request.json())["group_name"], None) is not None
+        name = (await request.json())["group_name"]
+        known = self.groups.pop(name, None) is not None
+        if self.fault == "meet":
+            (self.folder / name).touch()
+            peers = [folder for folder in self.folder.parent.glob("peer*") if folder.is_dir()]
+            while known and not all((folder / name).exists() for folder in peers):
+                await asyncio.sleep(0.01)
         return web.json_response({"success": known, "message": ""}, status=200 if known else 400)
 
     async def from_distributed(self, request: web.Request) -> web.Response:
@@ -154,7 +160,7 @@ class Peer:
         return web.json_response({"success": True, "message": ""})
 
     async def _stumble(self, bucket: int) -> None:
-        if bucket != self.at or not self.fault:
+        if bucket != self.at or self.fault in ("", "meet"):
             return
         if self.fault == "exit":
             os._exit(9)
@@ -186,7 +192,8 @@ def play(folder: Path, fault: str = "", at: int = 0) -> None:
     it holds whenever weights get their label.
 
     Args:
-        fault: exit, hang or refuse at bucket `at` (0 is the first one); the joining of a group is bucket -1.
+        fault: exit, hang or refuse at bucket `at` (0 is the first one); the joining of a group is bucket -1. `meet`:
+            as over NCCL on one machine, the end of a group waits until all peers end it.
     """
     with (folder / "log").open("wb") as log:
         os.dup2(log.fileno(), 1)

@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
     try:
         found = json.loads(file.read_text())
         algorithm, files = found["algorithm"], dict(found["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise _damaged(f"{file} is damaged: {error!r}") from error
     if algorithm != ALGORITHM:
         raise _damaged(f"{file}: its checksums are {algorithm!r}, of another version; take the one that wrote it")
