@@ -63,7 +63,7 @@ class ForwardBackward:
         padding."""
         self.chunks: list[Any] = list(chunks)
         self.config, self.layout = config, config.layout
-        self.vocabulary, self.row_multiple, self.device = vocabulary, config.row_multiple, device
+        self.row_multiple, self.device = config.row_multiple, device
         self.tell(None)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
@@ -145,9 +145,6 @@ class ForwardBackward:
         expert_counts: Tensor | None = None,
     ) -> list[_Input]:
         """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
-        largest = responses.token_ids.max(initial=0)
-        if largest >= self.vocabulary:
-            raise ValueError(f"token_ids holds {largest}; the model's vocabulary has {self.vocabulary} tokens")
         own, least = plan.micro_batches[self.data_rank], 0
         if self.layout.pipeline > 1:  # a stage knows what it receives without being told
             lengths = responses.sequence_lengths

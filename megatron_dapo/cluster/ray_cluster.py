@@ -38,12 +38,13 @@ class Cluster:
     use_gpu: bool
     """Whether the run is on GPUs: those of this machine, or of the cluster that was joined."""
 
-    def __init__(self, *, processes: int, device: Literal["auto", "cpu", "cuda"]) -> None:
+    def __init__(self, *, processes: int, device: Literal["auto", "cpu", "cuda"], tries: int = 2) -> None:
         """Start or join.
 
         Args:
             processes: trainer processes that must fit; a local CPU cluster offers at least so many slots.
             device: `actor.device`.
+            tries: Ray gives its own node 30 s to start, however busy the machine is.
 
         Raises:
             ClusterError: with Ray's own words, or why the device cannot be had.
@@ -59,6 +60,9 @@ class Cluster:
             self.close()
             if isinstance(error, SystemExit):
                 raise StopRequested from None
+            if tries > 1 and "timed out during startup" in str(error):
+                Cluster.__init__(self, processes=processes, device=device, tries=tries - 1)
+                return
             if isinstance(error, ClusterError | PlacementError) or not isinstance(error, Exception):
                 raise
             raise ClusterError(f"Ray could not be {'joined' if joins_cluster() else 'started'}: {error}") from None

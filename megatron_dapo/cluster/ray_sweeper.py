@@ -76,11 +76,11 @@ def sweep(folder: str, package: str) -> int:
 
 
 def _belongs(process: psutil.Process, folder: str, package: str) -> bool:
-    """Whether it is Ray's own Python, by title or script, and works in `folder`, by its arguments or the logs that it
+    """Whether it is Ray's own, by title, program or script, and works in `folder`, by its arguments or the logs that it
     writes. Who only reads there does not belong."""
     words = process.cmdline()
     titled = bool(words) and words[0].startswith("ray::")
-    if not titled and not any(word.startswith(f"{package}/") for word in words[1:4]):
+    if not titled and not any(word.startswith(f"{package}/") for word in words[:4]):
         return False
     if any(f"{folder}/" in word for word in words):
         return True

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from examples.quickstart.supervised import SupervisedObjective
-from megatron_dapo.actor.packing import plan_for_actor
-from megatron_dapo.actor.step_data import MiniBatch, Responses
 from megatron_dapo.algorithm.losses.clipped import Clipped
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
-from tests.actor.gloo import RankPlace, errors_of
+from tests.actor.gloo import RankPlace
 from tests.actor.mini_batches import (
     TEMPERATURE,
     Columns,
@@ -309,21 +307,3 @@ def test_supervised(gloo, model, data):
     (-log_probs * torch.from_numpy(data.columns["weights"]).double()).sum().backward()
     errors = relative_error(got, {name: parameter.grad for name, parameter in reference.named_parameters()})
     assert max(errors.values()) < 1e-5, errors
-
-
-def call_with_foreign_token(place: RankPlace, folder: Path):
-    config = actor_config()
-    actor = start_actor(place, folder, config)
-    responses = Responses(
-        token_ids=np.array([1, 101], dtype=np.int32),
-        sequence_lengths=np.array([2], dtype=np.int32),
-        prompt_lengths=np.array([1], dtype=np.int32),
-    )
-    plan = plan_for_actor(responses.sequence_lengths, config, hidden_size=64)
-    batch = MiniBatch(responses=responses, plan=plan, weights=np.ones(1, dtype=np.float32))
-    actor.update([batch], SupervisedObjective(), TEMPERATURE)
-
-
-def test_a_token_outside_the_vocabulary_is_refused(model):
-    (error,) = errors_of(1, call_with_foreign_token, model)
-    assert "token_ids holds 101; the model's vocabulary has 101 tokens" in error

@@ -216,3 +216,39 @@ def test_more_trainer_processes_than_memory_holds_are_refused():
     check_memory(8, 16 << 30)
     with pytest.raises(PlacementError, match=r"1000 trainer processes.* lower actor\.layout"):
         check_memory(1000, 16 << 30)
+
+
+def test_a_ray_that_its_own_limit_has_ended_on_a_busy_machine_is_started_once_more():
+    """By a clock on which the 30 s of the first start are over at once; nothing of that start is left."""
+    program = """
+import os, psutil, time
+from megatron_dapo.cli.train import prepare_environment
+prepare_environment()
+import ray
+from ray._private import node, services
+from megatron_dapo.cluster.ray_cluster import Cluster
+own, calls = services.get_node, []
+
+def late(*arguments):
+    calls.append(1)
+    if len(calls) == 1:
+        raise RuntimeError("not there yet")
+    return own(*arguments)
+
+class Clock:
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def monotonic(self):
+        return time.monotonic() + 40 * (len(calls) == 1)
+
+services.get_node, node.time = late, Clock()
+cluster = Cluster(processes=1, device="cpu")
+print(ray.get(ray.remote(lambda: os.getpid()).remote()) > 0, len(calls))
+lives = [each.name() for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+print(lives.count("gcs_server"), lives.count("raylet"))
+cluster.close()
+print("closed")
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert finished.stdout == "True 2\n1 1\nclosed\n", finished.stdout + finished.stderr

@@ -197,7 +197,8 @@ def test_a_missing_file_of_the_trainer_is_found_before_anything_starts(run_dir, 
     file = run_dir.latest_checkpoint().folder / name
     file.unlink()
     error = found_at_start(run_dir)
-    assert str(error).startswith(f"{file} is missing")
+    assert str(error).startswith(str(file))
+    assert "is missing" in str(error) or "No such file" in str(error)
     assert error.intact == 4
 
 

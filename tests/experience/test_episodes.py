@@ -346,6 +346,7 @@ def test_held_out_problems_are_episodes_too_and_their_log_knows_turns(text, own,
     async def answer(forbid=None):
         fleet = Talker(text, said)
         evaluator, pool = evaluated(text, prompt, fleet, tmp_path)
+        (tmp_path / "log").mkdir(exist_ok=True)
         try:
             with response_log(tmp_path / "log", {}) as log:
                 found = await evaluator.answer("e", known=log.known, record=log.add, forbid=forbid)
