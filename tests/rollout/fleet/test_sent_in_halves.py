@@ -2,6 +2,7 @@
 the other is sent to, and what becomes of servers that fail in either."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,11 +47,13 @@ def test_one_half_draws_while_the_other_is_sent_to(folders: list[Path], mode: st
                 assert all(server.running for server in drawn_by)
 
             stream.while_sending = look
+            began = time.monotonic()
             publish = asyncio.ensure_future(fleet.publish_stream(stream, 2))
             await until(lambda: stream.sent)
             await fleet.generate(request("late", tokens=1))
             assert len(stream.sent) == 1, "another request begins and ends at a server that draws"
             report = await publish
+            took = time.monotonic() - began
             answers = await asyncio.gather(*tasks)
         checked(answers)
         assert stream.sent == [urls(servers[: count // 2]), urls(servers[count // 2 :])]
@@ -58,7 +61,7 @@ def test_one_half_draws_while_the_other_is_sent_to(folders: list[Path], mode: st
         assert (report.bytes, report.by_disk, stream.written) == (200, {}, 0)
         assert report.servers == {server.url: 11 for server in servers}
         assert report.standstill_s == 0
-        assert 0.15 < report.stopped_s < 0.3
+        assert 0.15 < report.stopped_s < 0.8 * took, "each server for its own half"
         assert all(set(answer.weight_versions) == {1, 2} for answer in answers)
         assert sum(len(server.prompts) for server in servers) == 4 * count + 1, "each response keeps its place"
 
