@@ -69,6 +69,7 @@ class ForwardBackward:
         self.context_rank = parallel_state.get_context_parallel_rank()
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
         columns = -(-vocabulary // self.layout.tensor)  # of each rank, padding included
         start = self.tensor_rank * columns

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.device.process_groups import gather_objects
@@ -44,7 +43,7 @@ class RankWeights:
         `tensor` everything from all ranks."""
         rank, device, gather, beside = self._actor.rank, self._actor.device.device, None, request.transport == "tensor"
         stream = partial(self._actor.stream_weights, quantize=self._quantization is not None, by_stage=not beside)
-        stages = parallel_state.get_pipeline_model_parallel_group()
+        stages = self._actor.passes.pipeline_group
         # Made on every rank: a model whose checksums are not known fails on all of them, and none waits for another.
         with self._checksums(kinds) as checksums:
             if beside:

@@ -63,7 +63,7 @@ class PromptSet:
     """`data.order`."""
 
     def order(self, seed: int) -> PromptOrder:
-        """The endless order: ours, or what `ordered`, as `module:name`, makes of the prompts and the seed.
+        """The endless order: ours, or what `ordered`, as `module:name`, makes of prompts and seed, with its `index_at`.
 
         Raises:
             ConfigError: it cannot be imported; or the first positions are no indices of prompts, or others if they

@@ -111,12 +111,15 @@ def test_every_peer_holds_the_model_and_the_trainer_knows_its_checksums(folder, 
 @pytest.mark.parametrize(
     "fault", [("exit", -1), ("exit", 1), ("hang", 1), ("refuse", 1)], ids=lambda value: "-".join(map(str, value))
 )
-def test_by_group_all_fail_in_time_and_the_next_group_works(folder, tmp_path, fault):
-    """The trainer is back within the deadline and the grace; it sends again to the peers that are left."""
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
+def test_by_group_all_fail_in_time_and_the_next_group_works(folder, tmp_path, fault, layout):
+    """The trainer is back within the deadline and the grace; it sends again to the peers that are left. Of two stages
+    the other sends nothing more, and waits for no deadline of its own."""
     with peers(tmp_path, (), fault) as started:
         clock = time.monotonic()
         requests = [request("distributed", started, deadline_s=5.0), request("distributed", started[:1], "9")]
-        (failed, again), _ = run_ranks(2, send, folder, requests, [ONE], BUCKET, timeout_s=150)
+        more = ("cpu", "float32", None, layout)
+        (failed, again), _ = run_ranks(2, send, folder, requests, [ONE], BUCKET, *more, timeout_s=150)
         assert time.monotonic() - clock < 80
         good, bad = started
         assert failed.failures.keys() == {good.target.url, bad.target.url}

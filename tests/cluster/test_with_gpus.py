@@ -173,7 +173,6 @@ def test_after_a_send_beside_the_servers_memory_is_given_back(monkeypatch, trans
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: told.append("ipc"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("cache"))
     monkeypatch.setattr(module, "gather_objects", lambda value, group: [value])
-    monkeypatch.setattr(module, "parallel_state", SimpleNamespace(get_pipeline_model_parallel_group=lambda: "stages"))
     store = SimpleNamespace(_get_default_store=lambda: None)
     alone = SimpleNamespace(get_global_rank=lambda *_: 0, PrefixStore=lambda *_: None, distributed_c10d=store)
     monkeypatch.setattr(module, "dist", alone)
@@ -196,6 +195,7 @@ def test_after_a_send_beside_the_servers_memory_is_given_back(monkeypatch, trans
         rank=0,
         device=SimpleNamespace(device=torch.device("cuda", 0)),
         stream_weights=lambda *_, **__: None,
+        passes=SimpleNamespace(pipeline_group="stages"),
     )
     weights = RankWeights(actor, bucket_bytes=1)
     weights._checksums = lambda kinds: contextlib.nullcontext()
