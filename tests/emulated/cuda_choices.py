@@ -1,8 +1,9 @@
 """What the actor does on CUDA alone, forced on over gloo, in a rank of the tests' pool.
 
 Patched for the time of a `with`, and put back: the device's choice, every branch of Megatron's config that asks for
-CUDA, small gradient buckets (a 32B model has dozens, a tiny one would have one), and a kernel in PyTorch for Apex's
-fused weight gradients. Not forced, since gloo or a CPU cannot run them: TransformerEngine's layers, FusedAdam, streams.
+CUDA, weight gradients summed by the matrix product also in float32, and small gradient buckets (a 32B model has dozens,
+a tiny one would have one). Not forced, since gloo or a CPU cannot run them: TransformerEngine's layers, FusedAdam,
+streams.
 """
 
 from collections import Counter
@@ -10,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,9 +25,9 @@ def cuda_choices() -> Iterator[Counter[str]]:
     """Actors built and run inside choose as on CUDA; counts what was asked of them."""
     from megatron.core import parallel_state
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-    from megatron.core.tensor_parallel import layers
 
     from megatron_dapo.actor import device, optimizer
+    from megatron_dapo.actor.device import weight_gradients
     from megatron_dapo.actor.model import model_chunks as model
 
     seen: Counter[str] = Counter()
@@ -39,8 +39,8 @@ def cuda_choices() -> Iterator[Counter[str]]:
         put(device, "prepare_for", partial(_prepare_for, device.prepare_for))
         put(model, "transformer_config", partial(_transformer_config, model.transformer_config))
         put(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        put(layers, "fused_weight_gradient_mlp_cuda", _fused_weight_gradients(seen))
-        put(layers, "_grad_accum_fusion_available", True)
+        fused = weight_gradients.wgrad_gemm_accum_fp32
+        put(weight_gradients, "wgrad_gemm_accum_fp32", partial(_count_products, fused, seen))
         without_gloo = partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
         put(parallel_state, "initialize_model_parallel", without_gloo)
         put(
@@ -58,23 +58,22 @@ def cuda_choices() -> Iterator[Counter[str]]:
 def _prepare_for(real: Any, config: Any, dtype: Any) -> Any:
     from megatron_dapo.actor.device import Found, choose
 
-    chosen = choose(replace(config, device="cuda"), dtype, Found(index=0, gradient_accumulation=True))
-    asked = ("overlap_grad_reduce", "gradient_accumulation")
-    return replace(real(config, dtype), **{name: getattr(chosen, name) for name in asked})
+    chosen = choose(replace(config, device="cuda"), dtype, Found(index=0))
+    accumulates = config.lora.rank == 0
+    return replace(
+        real(config, dtype),
+        overlap_grad_reduce=chosen.overlap_grad_reduce,
+        gradient_accumulation=accumulates,
+    )
 
 
 def _transformer_config(real: Any, hf: Any, actor: Any, dtype: str, choice: Any) -> Any:
     return real(hf, actor, dtype, replace(choice, device=torch.device("cuda")))
 
 
-def _fused_weight_gradients(seen: Counter[str]) -> SimpleNamespace:
-    """Apex's module: the weight's gradient is added to its float32 buffer by the product itself."""
-
-    def wgrad_gemm_accum_fp32(rows: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-        seen["fused weight gradients"] += 1
-        main_grad.addmm_(grad_output.float().t(), rows.float())
-
-    return SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+def _count_products(real: Any, seen: Counter[str], *given: torch.Tensor) -> None:
+    seen["fused weight gradients"] += 1
+    real(*given)
 
 
 def _count_early_reductions(register: Any, seen: Counter[str]) -> Any:

@@ -3,7 +3,6 @@ plan; waits inside the loops over micro-batches. Imports no torch."""
 
 import dataclasses
 import itertools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,6 @@ CAUTIOUS = 0.05
 SMALL = 2.5e8
 """Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing; TransformerEngine, which
 adds gradients to their buffers, keeps one stand-in for each shape of a weight (0.12 GB at 32B, TP 8)."""
-
-_P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
-KNOWN_WAITS = {
-    f"{_P2P} _communicate": "Megatron's batch_p2p_sync, on by default: batched sends once raced in PyTorch",
-}
-"""File and function of waits in a loop over micro-batches that are accepted, and why."""
 
 
 class Call(NamedTuple):
@@ -141,13 +134,13 @@ class Peak(NamedTuple):
         return -CAUTIOUS <= self.deviation <= CLOSE or abs(self.traced - self.planned) <= SMALL
 
 
-def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], tuple[int, str | None]]:
-    """(what, place) of the waits inside a loop over micro-batches: how often on the rank that does it most, and why it
-    is accepted (None: it is not)."""
+def loop_waits(traces: Sequence[RankTrace]) -> dict[tuple[str, str], int]:
+    """(what, place) of the waits inside a loop over micro-batches, which should have none: how often on the rank that
+    does it most."""
     most: Counter[tuple[str, str]] = Counter()
     for wait in (wait for trace in traces for wait in trace.waits if wait.loop):
         most[wait.what, wait.place] = max(wait.times, most[wait.what, wait.place])
-    return {key: (most[key], KNOWN_WAITS.get(re.sub(r":\d+", "", key[1]))) for key in sorted(most)}
+    return dict(sorted(most.items()))
 
 
 def own(stage: RankMemory, phase: str) -> float:
@@ -179,11 +172,10 @@ class Findings:
         """What would stop or slow the ranks, or what the plan has wrong; a line each."""
         found = list(self.disagreements)
         for trace in self.traces:
-            if "accumulation: fused" in trace.kernels and not trace.added_gradients:
+            if "accumulation: in the matrix product" in trace.kernels and not trace.added_gradients:
                 found.append(f"rank {trace.rank}: no product adds a weight's gradient to its buffer")
-        for (what, place), (count, reason) in self.waits.items():
-            if reason is None:
-                found.append(f"{what} in the loop over micro-batches at {place}, {count} times")
+        for (what, place), count in self.waits.items():
+            found.append(f"{what} in the loop over micro-batches at {place}, {count} times")
         for peak in self.peaks:
             if not peak.close:
                 shown = f"peak {peak.traced / 1e9:.2f} GB, planned {peak.planned / 1e9:.2f} GB"
@@ -204,7 +196,6 @@ class Findings:
             messages = sum(call.peer is not None for call in trace.calls)
             cells = [trace.rank, place, *shown, len(trace.calls) - messages, messages, f"{trace.seconds:.0f}"]
             lines.append(f"| {' | '.join(map(str, cells))} |")
-        for (what, place), (count, reason) in self.waits.items():
-            told = f"{what}, `{place}`, {count} times ({reason or 'not accepted'})"
-            lines += ["", f"Waits in the loop over micro-batches: {told}."]
+        for (what, place), count in self.waits.items():
+            lines += ["", f"Waits in the loop over micro-batches: {what}, `{place}`, {count} times."]
         return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatron_dapo.actor.device import cpu
+from megatron_dapo.actor.device import cpu, weight_gradients
 from megatron_dapo.config.actor_config import ActorConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -28,9 +29,6 @@ class Found:
     fused_adam: str | None = None
     """Package of the FusedAdam that Megatron has imported: transformer_engine or apex."""
 
-    gradient_accumulation: bool = False
-    """Apex's `fused_weight_gradient_mlp_cuda`."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChoice:
@@ -47,8 +45,8 @@ class DeviceChoice:
     """The optimizer is TransformerEngine's or Apex's; else `device.adam.FusedLayoutAdam`."""
 
     gradient_accumulation: bool = False
-    """Also Megatron's own layers add weight gradients to their float32 buffer in the matrix product itself, as
-    TransformerEngine's do, without adapters; else they are rounded to the weights' type before."""
+    """The matrix product itself adds weight gradients to their float32 buffer (`device.weight_gradients`); else each
+    micro-batch's is rounded to the weights' type before."""
 
     overlap_grad_reduce: bool = False
     """Gradients are summed over ranks while backward still runs; and the distributed optimizer's weights are gathered
@@ -86,6 +84,7 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
         # Under Ray a process sees one GPU; under torchrun it sees all of its node's and LOCAL_RANK says which is its.
         torch.cuda.set_device(index := int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         _check_transformer_engine()
+    sys.modules[weight_gradients.NAME] = weight_gradients
     with warnings.catch_warnings():
         # Megatron warns at import of what is not installed; the choice made here says it once, in its own words.
         warnings.simplefilter("ignore")
@@ -97,7 +96,6 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
         index=index,
         transformer_engine=str(get_te_version()) if HAVE_TE else None,
         fused_adam=adam.fused_package(),
-        gradient_accumulation=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
     choice = choose(config, dtype, found)
     if not choice.fused_adam:
@@ -155,10 +153,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     fused_adam = found.fused_adam if cuda else None
     reduces_late = not overlaps or ranks == 1 or lora
     # The gradient of a weight with an adapter is not kept, and an adapter's comes from it, in no order.
-    accumulates = cuda and found.gradient_accumulation and not lora
-    sums = "an addition after the matrix product"
-    if accumulates or (why_not is None and not lora):
-        sums = "fused into the matrix product" + ("" if accumulates else ", but for the output layer")
+    accumulates = dtype == "bfloat16" and not lora
     optimizer = f"FusedAdam of {fused_adam}" if fused_adam else "AdamW of this package"
     if config.optimizer.compact != "none" and fused_adam != "transformer_engine":
         raise ValueError(
@@ -171,7 +166,7 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     kernels = {
         "layers": local if why_not else f"TransformerEngine {found.transformer_engine}",
         "matrix products": dtype if config.fp8 == "none" else f"FP8 {config.fp8}, {config.fp8_recipe} scaling",
-        "gradient accumulation": sums,
+        "gradient accumulation": "in the matrix product" if accumulates else "an addition after the matrix product",
         "gradient reduction": f"{'after' if reduces_late else 'during'} backward ({backend}, {ranks} data-parallel)",
         "optimizer": optimizer,
     }

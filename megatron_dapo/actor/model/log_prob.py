@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.actor.device.weight_gradients import wgrad_gemm_accum_fp32
+
 MIN_BLOCK = 128
 """Columns of the smallest block: below it matrix products lose their speed."""
 
@@ -174,12 +176,18 @@ class _LinearTokenLogProbs(torch.autograd.Function):
         # Summed over blocks, so in the type that the work is done in; a block's rows of `grad_weight` are whole.
         grad_wanted = torch.zeros(wanted.shape, dtype=down.dtype, device=wanted.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # frozen where there are adapters
+        # Megatron's buffer for the gradients of all micro-batches, in float32, takes what rounding would spoil.
+        summed = grad_weight is not None and hasattr(weight, "main_grad")
+        if summed:
+            weight.grad_added_to_main_grad = True
         for part in _parts(shard.size, block):
             rows_of_weight = weight[part].to(wanted.dtype)
             own, given = targets - shard.start - part.start, (statistics, down, spread, temperature)
             grad = gradient_columns((wanted @ rows_of_weight.T).to(down.dtype), own, *given).to(wanted.dtype)
             grad_wanted += grad @ rows_of_weight
-            if grad_weight is not None:
+            if summed:
+                wgrad_gemm_accum_fp32(wanted, grad, weight.main_grad[part])
+            elif grad_weight is not None:
                 grad_weight[part] = grad.T @ wanted
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_wanted.to(hidden.dtype))
         return grad_hidden, grad_weight, None, None, None

@@ -73,10 +73,6 @@ def build_model(
         if device.transformer_engine:
             # Megatron's own Llama 3 scaling takes the factor alone and assumes the other three numbers.
             chunk.rotary_pos_emb.inv_freq = inverse_frequencies
-            # Megatron's key for this would ask Apex for the output layer's.
-            for module in chunk.modules() if actor.lora.rank == 0 else ():
-                if hasattr(module, "fuse_wgrad_accumulation"):
-                    module.fuse_wgrad_accumulation = True
         if (actor.fused_linear_log_prob or upcasts_head) and chunk.post_process:
             chunk.output_layer = HiddenStatesOutput.of(chunk.output_layer, upcasts_head)
         if hf.experts is not None:
@@ -127,6 +123,7 @@ def transformer_config(hf: HFModelConfig, actor: ActorConfig, dtype: str, device
         # Batched point-to-point calls give wrong gradients with virtual stages over gloo.
         overlap_p2p_comm=layout.virtual_pipeline is not None and actor.overlap is not False,
         batch_p2p_comm=layout.virtual_pipeline is None,
+        batch_p2p_sync=False,  # the whole device would wait at each of them, for a fault of old PyTorch
         **_expert_settings(hf, layout, device),
         **_recompute_settings(actor.recompute, device),
     )

@@ -3,26 +3,24 @@
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
 from tests.actor.tiny import save_tiny
 
 
-def built(place, folder, lora):
+def built(place, folder):
     from megatron_dapo.actor.device import DeviceChoice, prepare
 
     prepare("cpu")
     from megatron_dapo.actor.model import model_chunks as module
     from megatron_dapo.actor.model.hf_config import HFModelConfig
-    from megatron_dapo.config.actor_config import ActorConfig, LoraConfig
+    from megatron_dapo.config.actor_config import ActorConfig
 
     class Chunk(torch.nn.Module):
         def __init__(self, **given):
             super().__init__()
             self.given, self.post_process, self.rotary_pos_emb = given, False, SimpleNamespace(inv_freq=None)
-            self.layer, self.plain = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-            self.layer.fuse_wgrad_accumulation = False
+            self.layer = torch.nn.Linear(2, 2)
 
     config = SimpleNamespace(num_moe_experts=None, moe_grouped_gemm=True, qk_layernorm=True)
     hf, stages = HFModelConfig.load(folder), module.parallel_state
@@ -32,24 +30,19 @@ def built(place, folder, lora):
         mock.patch.object(module.gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **given: given),
     ):
         choice = DeviceChoice(device=torch.device("cpu"), backend="gloo", transformer_engine=True)
-        [chunk] = module.build_model(hf, ActorConfig(lora=LoraConfig(rank=lora)), "bfloat16", choice)
+        [chunk] = module.build_model(hf, ActorConfig(), "bfloat16", choice)
     same = torch.equal(chunk.rotary_pos_emb.inv_freq, hf.inverse_frequencies())
     return (
         chunk.given["transformer_layer_spec"],
         chunk.given["position_embedding_type"],
         same,
-        chunk.layer.fuse_wgrad_accumulation,
-        hasattr(chunk.plain, "fuse_wgrad_accumulation"),
     )
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-def test_transformer_engines_spec_rope_and_fused_gradients_are_set(gloo, tmp_path, lora):
-    [found] = gloo(1, built, save_tiny(tmp_path, "qwen3", tied=False), lora)
+def test_transformer_engines_spec_and_rope_are_set(gloo, tmp_path):
+    [found] = gloo(1, built, save_tiny(tmp_path, "qwen3", tied=False))
     assert found == (
         {"num_experts": None, "moe_grouped_gemm": True, "qk_layernorm": True},
         "rope",
         True,
-        lora == 0,
-        False,
     )
