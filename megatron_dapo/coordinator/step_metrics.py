@@ -21,7 +21,7 @@ from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.storage.durable import append_lines
 
 REFLECTION = re.compile(
     r"\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b",
@@ -141,11 +141,10 @@ def write_samples(
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
     disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
     lines = []
-    drop_torn_line(path)
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        for group, response in (*first, *disputed[:count]):
-            prompt, judge = prompts[group.prompt_index], "environment" if response.by_environment else "verifier"
-            line = {
+    for group, response in (*first, *disputed[:count]):
+        prompt, judge = prompts[group.prompt_index], "environment" if response.by_environment else "verifier"
+        lines.append(
+            {
                 "rollout_step": rollout_step,
                 "prompt": group.position,
                 "row": group.prompt_index,
@@ -167,8 +166,8 @@ def write_samples(
                 "finish_reason": response.generation.finish_reason,
                 **({"interrupted": True} if response.interrupted else {}),
             }
-            file.write(json.dumps(line) + "\n")
-            lines.append(line)
+        )
+    append_lines(path, map(json.dumps, lines))
     return lines
 
 

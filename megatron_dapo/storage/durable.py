@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,6 +108,22 @@ def drop_torn_line(file: Path) -> None:
         if stream.read() not in (b"", b"\n"):
             stream.seek(0)
             stream.truncate(stream.read().rfind(b"\n") + 1)
+
+
+def append_lines(file: Path, lines: Iterable[str], *, durable: bool = False) -> None:
+    """Add lines behind the last whole one. They are with the system on return, so that the death of this process cannot
+    lose them.
+
+    Args:
+        durable: they are on disk, whatever becomes of the machine.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drop_torn_line(file)
+    with naming(file), file.open("a", encoding="utf-8") as stream:
+        stream.writelines(f"{line}\n" for line in lines)
+        if durable:
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def whole_lines(file: Path) -> Iterator[tuple[str, bytes]]:
