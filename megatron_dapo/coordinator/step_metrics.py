@@ -19,8 +19,8 @@ from megatron_dapo.coordinator.batch import FilledBatch, Gap
 from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
+from megatron_dapo.monitor.statistics import Answers
 from megatron_dapo.storage.durable import append_lines
 
 REFLECTION = re.compile(
@@ -106,7 +106,7 @@ def step_metrics(
         metrics["correction/truncated"] = correction.truncated_share
         metrics["correction/masked"] = correction.masked_share
     metrics |= {f"timing/{name}": value for name, value in seconds.items()}
-    metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in evaluation.items()}
+    metrics |= {f"evaluation/{name}": answers.figures.accuracy for name, answers in evaluation.items()}
     return metrics
 
 

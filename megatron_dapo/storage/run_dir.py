@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_dapo.monitor.statistics import Accuracy
+from megatron_dapo.monitor.statistics import Accuracy, Answers
 from megatron_dapo.storage import durable as files
 
 OWN_NAMES = ("model", "weights", "checkpoints", "references", "rollout", "metrics.jsonl")
@@ -25,17 +25,9 @@ STOP_FILE = "stop"
 WRITABLE = "choose a directory that can be written"
 
 
-class _Answers(BaseModel, strict=True):
-    """One way of answering the held-out problems."""
-
-    figures: Accuracy
-    texts: list[str] = []
-    correct: list[bool] = []
-
-
 class _Before(BaseModel, strict=True):
-    before: dict[str, _Answers] = {}
-    baseline: dict[str, _Answers] | None = None
+    before: dict[str, Answers] = {}
+    baseline: dict[str, Answers] | None = None
 
 
 class _Summary(BaseModel, strict=True):
