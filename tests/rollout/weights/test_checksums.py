@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from rollout.errors import WeightMismatch
 from rollout.weights import checksums
-from rollout.weights.checksums import ChecksumStream, cpu_hash, cuda_hash, expected_checksums, verify
+from rollout.weights.checksums import ChecksumStream, cpu_hash, expected_checksums, verify
 from rollout.wire.client import ServerInfo
 from tests.rollout.folders import VOCABULARY, save_model
 
 CPU = ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1)
+
+
+def cuda_hash(parts: Sequence[torch.Tensor]) -> str:
+    """What a server on a GPU reports."""
+    return checksums._text(int(checksums.cuda_sum(parts)))
 
 
 def sha(tensor: torch.Tensor) -> str:
