@@ -10,7 +10,7 @@ import typer
 
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.storage.run_dir import WRITABLE, usable
+from megatron_dapo.storage.run_dir import usable
 
 
 def slurm(
@@ -49,7 +49,7 @@ def slurm(
     text = batch_script(config, overrides or [], loaded, options, warn)
     for note in (*notes, *not_seen(loaded)):
         print(f"note: {note}", file=sys.stderr)
-    with usable(loaded.run.dir, WRITABLE):
+    with usable(loaded.run.dir):
         (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
     if out:
         try:

@@ -152,7 +152,8 @@ def lock_folder(folder: Path) -> AcquireReturnProxy:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        raise FolderHeld(f"{folder}: another process writes there; wait for it, or name another folder") from None
+        names = "`megatron-dapo status` names that of a run"
+        raise FolderHeld(f"{folder}: another process writes there ({names}); wait for it, or name another") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
