@@ -142,10 +142,7 @@ def check_environment(name: str) -> str:
 
 def load_environment(name: str) -> Environment:
     """Imports it. Raises VerifierError: unknown name, a module that cannot be imported, no such function in it."""
-    try:
-        return load_named(ENVIRONMENTS.get(name, check_environment(name)))
-    except ImportError as error:
-        raise VerifierError(f"environment {name!r}: {error}") from error
+    return load_named(ENVIRONMENTS.get(name, check_environment(name)))
 
 
 def ask(environment: Environment, episode: Episode) -> Outcome:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from reward.verdict import Judgement, VerificationRequest, Verifier, VerifierError
+from reward.verdict import Judgement, LoadError, VerificationRequest, Verifier, VerifierError
 
 
 def check_name(name: str, table: Collection[str]) -> str:
@@ -23,8 +23,8 @@ def check_name(name: str, table: Collection[str]) -> str:
 
 
 def load_named(path: str) -> Callable[..., Any]:
-    """The function or class `module:name`; the working directory counts, last. Raises ImportError, whatever is wrong
-    with the module."""
+    """The function or class `module:name`; the working directory counts, last. Raises LoadError, whatever is wrong with
+    the module."""
     module, _, item = path.partition(":")
     try:
         if module not in sys.modules and importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -32,9 +32,9 @@ def load_named(path: str) -> Callable[..., Any]:
         found = vars(importlib.import_module(module)).get(item)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         hint = "; set PYTHONPATH to the folder of the module" if isinstance(error, ModuleNotFoundError) else ""
-        raise ImportError(f"import of {module} failed: {type(error).__name__}: {error}{hint}") from error
+        raise LoadError(f"import of {module} failed: {type(error).__name__}: {error}{hint}") from error
     if not callable(found):
-        raise ImportError(f"module {module} has no function or class {item}")
+        raise LoadError(f"module {module} has no function or class {item}")
     return found
 
 
@@ -133,11 +133,7 @@ def load(name: str) -> Verifier:
     Raises:
         VerifierError: unknown name, a module that cannot be imported, no such function in it.
     """
-    entry = find(name)
-    try:
-        return load_named(entry.path)
-    except ImportError as error:  # the pool must go on
-        raise VerifierError(f"verifier {name!r}: {error}") from error
+    return load_named(find(name).path)
 
 
 def probe(name: str) -> None:

@@ -136,6 +136,10 @@ class VerifierError(ValueError):
     exit_code = 2
 
 
+class LoadError(VerifierError):
+    """Code that is named as `module:name` cannot be imported, or is not there. The message says why."""
+
+
 def check_length(ground_truth: str) -> None:
     """Raises VerifierError: the ground truth is longer than `TRUTH_LIMIT`."""
     if len(ground_truth) > TRUTH_LIMIT:

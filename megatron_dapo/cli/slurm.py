@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
-from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.storage.run_dir import WRITABLE, usable
+from megatron_dapo.config import load_config
+from megatron_dapo.storage.run_dir import usable
 
 
 def slurm(
@@ -49,13 +49,10 @@ def slurm(
     text = batch_script(config, overrides or [], loaded, options, warn)
     for note in (*notes, *not_seen(loaded)):
         print(f"note: {note}", file=sys.stderr)
-    with usable(loaded.run.dir, WRITABLE):
+    with usable(loaded.run.dir):
         (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
     if out:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text)
-        except OSError as error:
-            raise ConfigError(f"--out {out}: {error.strerror}; name another place") from None
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
         text = f"sbatch {shlex.quote(str(out))}\n"
     print(text, end="")

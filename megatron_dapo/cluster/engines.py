@@ -145,14 +145,10 @@ def key_file(config: Config, run_path: Path) -> Path | None:
 
 def _spec(config: Config, logs: Path, index: int, *, on_gpu: bool, gpus: tuple[str, ...] = ()) -> ServerSpec:
     draft = config.rollout.speculative.draft_model
-    if config.rollout.speculates and not on_gpu:
+    if not on_gpu and (config.rollout.speculates or config.rollout.quantization != "none"):
         raise PlacementError(
-            "rollout.speculative.algorithm: on a CPU SGLang would draw the likeliest token alone; set it to off"
-        )
-    if config.rollout.quantization != "none" and not on_gpu:
-        raise PlacementError(
-            "rollout.quantization: SGLang multiplies in FP8 on GPUs alone, and there is none here; set it to none, and "
-            f"take weights that are not in FP8 themselves ({config.model.path})"
+            "rollout.speculative, rollout.quantization: need GPUs, and there is none here; set the algorithm to off, "
+            f"quantization to none, and take weights that are not in FP8 themselves ({config.model.path})"
         )
     return ServerSpec(
         model_path=Path(config.model.path).resolve(),

@@ -14,8 +14,8 @@ from megatron_dapo.coordinator.publish import publish_weights
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.coordinator.sampler import groups_ahead
 from megatron_dapo.coordinator.step_metrics import step_metrics, write_records
-from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.generator import BatchCounter
+from megatron_dapo.monitor.statistics import Answers
 from megatron_dapo.monitor.timeline import StepTimer
 
 

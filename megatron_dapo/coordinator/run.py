@@ -182,10 +182,7 @@ async def _heldout(context: RunContext, name: str, forbid: int | None = None) ->
         return {}
     if forbid is None:
         context.console.note(f"held-out problems {name} training")
-    return {
-        mode: {"figures": asdict(found.accuracy), "texts": list(found.texts), "correct": list(found.correct)}
-        for mode, found in (await context.evaluate(name, forbid=forbid)).items()
-    }
+    return {mode: asdict(found) for mode, found in (await context.evaluate(name, forbid=forbid)).items()}
 
 
 def _show(context: RunContext, progress: Progress, answers: Mapping[str, dict[str, Any]]) -> None:

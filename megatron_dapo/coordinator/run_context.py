@@ -23,12 +23,12 @@ from megatron_dapo.coordinator.checkpoints import Checkpoints, Progress, damaged
 from megatron_dapo.coordinator.inputs import Inputs, routing_shape
 from megatron_dapo.coordinator.resume import check_resume, manifest
 from megatron_dapo.coordinator.sampler import DynamicSampler, Refresh
-from megatron_dapo.experience.evaluation import Answers, Evaluator
+from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, PlayAll, Responder, gather_or_cancel
 from megatron_dapo.experience.groups import SamplerState
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.health import HealthMonitor
-from megatron_dapo.monitor.statistics import EVALUATIONS
+from megatron_dapo.monitor.statistics import EVALUATIONS, Answers
 from megatron_dapo.monitor.timeline import Timeline
 from megatron_dapo.monitor.writer import AXES, MetricsWriter, WandbMirror, read_metrics
 from megatron_dapo.storage.ledger import Event, Ledger

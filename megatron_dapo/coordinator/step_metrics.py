@@ -15,13 +15,13 @@ from megatron_dapo.actor.step_data import ROUTER_SUMS, UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.batch import FilledBatch, Gap
+from megatron_dapo.coordinator.batch import FilledBatch
 from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
-from megatron_dapo.experience.evaluation import Answers
 from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.monitor.statistics import Answers
+from megatron_dapo.storage.durable import append_lines
 
 REFLECTION = re.compile(
     r"\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b",
@@ -82,7 +82,8 @@ def step_metrics(
         "optimizer_step": progress.optimizer_step,
         "weight_version": progress.weight_version,
         "entropy": float(batch.old.entropy.mean()),
-        **_mismatch_metrics(gap),
+        # Where all tokens are stale, a gap of 0 would say that engine and trainer were compared.
+        **{f"mismatch/{name}": value for name, value in asdict(gap.current).items() if gap.stale_share < 1},
         "staleness/share": gap.stale_share,
         "staleness/kl": gap.stale.kl,
         "staleness/mean": float(behind.mean()),
@@ -106,7 +107,7 @@ def step_metrics(
         metrics["correction/truncated"] = correction.truncated_share
         metrics["correction/masked"] = correction.masked_share
     metrics |= {f"timing/{name}": value for name, value in seconds.items()}
-    metrics |= {f"evaluation/{name}": answers.accuracy.accuracy for name, answers in evaluation.items()}
+    metrics |= {f"evaluation/{name}": answers.figures.accuracy for name, answers in evaluation.items()}
     return metrics
 
 
@@ -141,11 +142,10 @@ def write_samples(
     others = [(group, each) for at, group in enumerate(groups) for each in group.responses[int(at < count) :]]
     disputed = [(group, each) for group, each in others if each.rules_disagree or each.verdict.error is not None]
     lines = []
-    drop_torn_line(path)
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        for group, response in (*first, *disputed[:count]):
-            prompt, judge = prompts[group.prompt_index], "environment" if response.by_environment else "verifier"
-            line = {
+    for group, response in (*first, *disputed[:count]):
+        prompt, judge = prompts[group.prompt_index], "environment" if response.by_environment else "verifier"
+        lines.append(
+            {
                 "rollout_step": rollout_step,
                 "prompt": group.position,
                 "row": group.prompt_index,
@@ -167,15 +167,9 @@ def write_samples(
                 "finish_reason": response.generation.finish_reason,
                 **({"interrupted": True} if response.interrupted else {}),
             }
-            file.write(json.dumps(line) + "\n")
-            lines.append(line)
+        )
+    append_lines(path, map(json.dumps, lines))
     return lines
-
-
-def _mismatch_metrics(gap: Gap) -> dict[str, float]:
-    """Nothing where all tokens are stale: a gap of 0 would say that engine and trainer were compared."""
-    names = () if gap.stale_share == 1 else ("kl", "max_abs", "mean_abs")
-    return {f"mismatch/{name}": getattr(gap.current, name) for name in names}
 
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:

@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from megatron_dapo.actor.weights.hf_files import SafetensorsReader, WeightsError
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader
 from megatron_dapo.cluster.heartbeat import heartbeat
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
@@ -27,7 +27,7 @@ from megatron_dapo.experience.generator import Responder
 from megatron_dapo.experience.groups import EarlierTurn
 from megatron_dapo.monitor.console import Console, Count
 from megatron_dapo.monitor.statistics import EVALUATIONS
-from megatron_dapo.storage.durable import drop_torn_line, lock_folder, replace_file, whole_lines
+from megatron_dapo.storage.durable import append_lines, lock_folder, replace_file, whole_lines
 from reward.pool.pool import RewardPool
 from rollout.fleet.fleet import RolloutFleet
 
@@ -45,18 +45,17 @@ class ResponseLog:
     """`responses.jsonl` in the folder of one evaluation."""
 
     known: dict[AnswerKey, Answer]
-    _file: TextIO
+    _file: Path
 
     def add(self, key: AnswerKey, answer: Answer) -> None:
-        """One more; with the system before this returns, so that the death of this process cannot lose it."""
+        """One more."""
         mode, problem, sample = key
         line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
-        self._file.write(json.dumps(line) + "\n")  # line-buffered
+        append_lines(self._file, [json.dumps(line)])
         self.known[key] = answer
 
 
-@contextmanager
-def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
+def response_log(folder: Path, settings: Mapping[str, Any]) -> ResponseLog:
     """The log of a folder that this process holds.
 
     Args:
@@ -67,8 +66,7 @@ def response_log(folder: Path, settings: Mapping[str, Any]) -> Iterator[Response
         OSError: the folder cannot be written.
     """
     _check_settings(folder, settings)
-    with (folder / RESPONSES).open("a", buffering=1, encoding="utf-8") as file:
-        yield ResponseLog(_read(folder / RESPONSES), file)
+    return ResponseLog(_read(folder / RESPONSES), folder / RESPONSES)
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -88,10 +86,9 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[AnswerKey, Answer]:
-    """What is there; a last line that a killed process did not finish is cut off."""
-    drop_torn_line(path)
+    """What is there, but for a last line that a killed process did not finish."""
     known = {}
-    for place, text in whole_lines(path):
+    for place, text in whole_lines(path) if path.exists() else ():
         try:
             line = json.loads(text)
             key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
@@ -181,16 +178,10 @@ def fingerprint(folder: Path) -> str:
     one.
 
     Raises:
-        EvaluationError: the folder holds no model in Hugging Face format.
+        WeightsError, OSError: the folder holds no model in Hugging Face format.
     """
-    try:
-        with SafetensorsReader(folder) as weights:
-            content = (folder / "config.json").read_bytes() + weights.digest().encode()
-    except (OSError, WeightsError) as error:
-        raise EvaluationError(
-            f"{folder}: no model in Hugging Face format (config.json, *.safetensors): {error}; "
-            "python -m tools.convert_checkpoint makes one of a checkpoint"
-        ) from None
+    with SafetensorsReader(folder) as weights:
+        content = (folder / "config.json").read_bytes() + weights.digest().encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -230,32 +221,32 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
             described = described or await weight_labels(fleet)
             total = len(evaluator.keys)
-            with response_log(out, answer_settings(config, evaluator, rules, described)) as log:
-                if there := sum(key in log.known for key in evaluator.keys):
-                    console.note(f"{there} of {total} responses are there already")
-                others = len(log.known) - there  # of problems or samples that are not asked for now
-                console.run = {"evaluation": Count(there, total, "responses")}
-                if there < total and weights:
-                    publishing = fleet.publish(weights, 1)
-                    await waits.wait_for("weights of the evaluation", "rollout servers", deadline_s, publishing)
+            log = response_log(out, answer_settings(config, evaluator, rules, described))
+            if there := sum(key in log.known for key in evaluator.keys):
+                console.note(f"{there} of {total} responses are there already")
+            others = len(log.known) - there  # of problems or samples that are not asked for now
+            console.run = {"evaluation": Count(there, total, "responses")}
+            if there < total and weights:
+                publishing = fleet.publish(weights, 1)
+                await waits.wait_for("weights of the evaluation", "rollout servers", deadline_s, publishing)
 
-                def record(key: AnswerKey, answer: Answer) -> None:
-                    log.add(key, answer)
-                    console.run = {"evaluation": Count(len(log.known) - others, total, "responses")}
+            def record(key: AnswerKey, answer: Answer) -> None:
+                log.add(key, answer)
+                console.run = {"evaluation": Count(len(log.known) - others, total, "responses")}
 
-                answering = evaluator.answer("eval", known=log.known, record=record)
-                answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
-                if weights is None and (now := await weight_labels(fleet)) != described:
-                    aside = (out / RESPONSES).rename(out / f"{RESPONSES}.mixed")
-                    raise EvaluationError(
-                        f"the servers held {described} and now {now}: {aside} mixes them and is of no use"
-                    )
-                about = {
-                    "weights": described | ({"folder": str(weights)} if weights else {}),
-                    "rollout_step": rollout_step,
-                    "problems_from": config.evaluation.path,
-                }
-                return write_results(out, evaluator.prompts, answers, about)
+            answering = evaluator.answer("eval", known=log.known, record=record)
+            answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
+            if weights is None and (now := await weight_labels(fleet)) != described:
+                aside = (out / RESPONSES).rename(out / f"{RESPONSES}.mixed")
+                raise EvaluationError(
+                    f"the servers held {described} and now {now}: {aside} mixes them and is of no use"
+                )
+            about = {
+                "weights": described | ({"folder": str(weights)} if weights else {}),
+                "rollout_step": rollout_step,
+                "problems_from": config.evaluation.path,
+            }
+            return write_results(out, evaluator.prompts, answers, about)
 
 
 def answer_settings(config: Config, evaluator: Evaluator, rules: Rules, weights: dict[str, Any]) -> dict[str, Any]:

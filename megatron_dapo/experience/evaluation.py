@@ -62,17 +62,6 @@ ProblemAnswers = Sequence[Sequence[Answer]]
 """[problem][sample]"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answers:
-    """All problems in one decoding mode."""
-
-    accuracy: stats.Accuracy
-    texts: tuple[str, ...]
-    """The first response to each problem."""
-    correct: tuple[bool, ...]
-    """Its verdict."""
-
-
 class Evaluator:
     """Answers the held-out problems with whatever weights the fleet holds."""
 
@@ -104,7 +93,7 @@ class Evaluator:
         """Of the evaluation under way, of which no answer is known before."""
         return Count(self._answered, len(self.prompts) * sum(mode.samples for mode in self.modes), "answers")
 
-    async def run(self, name: str, *, forbid: int | None = None) -> dict[str, Answers]:
+    async def run(self, name: str, *, forbid: int | None = None) -> dict[str, stats.Answers]:
         """An evaluation of a run, by decoding mode; its results are then in files too.
 
         Args:
@@ -201,9 +190,9 @@ class Evaluator:
         return first.followed_by(await self._responder.generate(place, rest))
 
 
-def _summary(problems: ProblemAnswers) -> Answers:
-    return Answers(
-        accuracy=stats.clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems])),
+def _summary(problems: ProblemAnswers) -> stats.Answers:
+    return stats.Answers(
+        figures=stats.clustered_accuracy(np.array([[answer.correct for answer in answers] for answers in problems])),
         texts=tuple(answers[0].text for answers in problems),
         correct=tuple(answers[0].correct for answers in problems),
     )

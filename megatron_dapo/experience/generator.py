@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -54,21 +55,17 @@ def response_seed(seed: int, position: int, sample: int) -> int:
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
+@dataclass(kw_only=True, eq=False)
 class Responder:
     """Fleet, detokenizer and reward pool of one run or evaluation."""
 
-    def __init__(
-        self,
-        *,
-        fleet: RolloutFleet,
-        pool: RewardPool,
-        decoder: Decoder,
-        rules: Rules = None,
-        elsewhere: PlayAll | None = None,
-    ) -> None:
-        """`rules`: of episodes; None: every prompt has one answer. `elsewhere`: plays in other processes."""
-        self._fleet, self._pool, self._decoder, self.rules = fleet, pool, decoder, rules
-        self.elsewhere = elsewhere
+    fleet: RolloutFleet
+    pool: RewardPool
+    decoder: Decoder
+    rules: Rules = None
+    """Of episodes; None: every prompt has one answer."""
+    elsewhere: PlayAll | None = None
+    """Plays in other processes."""
 
     async def play(self, place: str, play: Play, generate: Generate | None = None) -> None:
         """The response; of a prompt with an environment turn after turn, until that ends the episode. Elsewhere, if
@@ -90,13 +87,13 @@ class Responder:
             if environment is None or play.rules is None:
                 return
             text = self._text(play.done)
-            stepped = await self._pool.step(environment, play.episode(text))
+            stepped = await self.pool.step(environment, play.episode(text))
             if stepped.unjudged:
                 raise Unjudged(f"{place}: environment {environment!r}: {stepped.error}")
             over = play.settle(stepped, text)
 
     def _text(self, turn: Generation) -> str:
-        return self._decoder.decode(turn.token_ids, skip_special_tokens=True)
+        return self.decoder.decode(turn.token_ids, skip_special_tokens=True)
 
     async def generate(self, place: str, request: GenerationRequest) -> Generation:
         """A finished response.
@@ -107,14 +104,14 @@ class Responder:
         Raises:
             EngineAborted: there is none.
         """
-        generation = await self._fleet.generate(request)
+        generation = await self.fleet.generate(request)
         if generation.finish_reason is FinishReason.ABORT or len(generation.token_ids) == 0:
             raise EngineAborted(f"{place}: a server gave up on response {generation.request_id}")
         return generation
 
     def so_far(self, request: GenerationRequest) -> Generation:
         """What was drawn of a response until now; it ends by ABORT unless it is complete."""
-        return self._fleet.so_far(request.request_id) or request.begun or nothing_drawn(request.request_id)
+        return self.fleet.so_far(request.request_id) or request.begun or nothing_drawn(request.request_id)
 
     async def judge(
         self, place: str, prompt: Prompt, plays: Sequence[Play]
@@ -138,7 +135,7 @@ class Responder:
             for play in plays
         ]
         asked = [request for request, play in zip(requests, plays, strict=True) if play.verdict is None]
-        judged = iter(await self._pool.verify(asked) if asked else ())
+        judged = iter(await self.pool.verify(asked) if asked else ())
         verdicts = [play.verdict or next(judged) for play in plays]
         for verdict in verdicts:
             if verdict.unjudged:

@@ -44,6 +44,17 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """To all problems of an evaluation, in one decoding mode."""
+
+    figures: Accuracy
+    texts: tuple[str, ...] = ()
+    """The first response to each problem."""
+    correct: tuple[bool, ...] = ()
+    """Its verdict."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """A mean over problems, or a difference of two accuracies, with its 95% interval."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.storage.durable import drop_torn_line, naming
+from megatron_dapo.storage.durable import append_lines
 from rollout.generation import ServedPart
 
 FOLDER = "timeline"
@@ -43,10 +43,7 @@ class SpanFile:
     def write(self) -> None:
         """Append what was gathered to the file."""
         if self._lines:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            drop_torn_line(self._path)
-            with naming(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write("\n".join(self._lines) + "\n")
+            append_lines(self._path, self._lines)
             self._lines = []
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_dapo.config.base import ConfigError
 from megatron_dapo.config.run_config import WandbConfig
-from megatron_dapo.storage.durable import drop_torn_line, naming, whole_lines
+from megatron_dapo.storage.durable import append_lines, naming, whole_lines
 
 Row = Mapping[str, Any]
 Histograms = Mapping[str, Sequence[float]]
@@ -150,9 +150,6 @@ class MetricsWriter:
     """Config key -> value, shown by TensorBoard as hyperparameters."""
 
     def __post_init__(self) -> None:
-        self._path = self.run_dir / FILE
-        drop_torn_line(self._path)
-        self._file = self._path.open("ab")
         self._boards: dict[str, Any] = {}
 
     def write(self, values: Mapping[str, float | None]) -> Line:
@@ -162,10 +159,8 @@ class MetricsWriter:
         line: Line = {name: None if name in broken else value for name, value in values.items()}
         if broken:
             line[NON_FINITE] = broken
-        with naming(self._path):
-            self._file.write(json.dumps(line, allow_nan=False, default=lambda number: number.item()).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        text = json.dumps(line, allow_nan=False, default=lambda number: number.item())
+        append_lines(self.run_dir / FILE, [text], durable=True)
         self.show(values, values)
         return line
 
@@ -177,14 +172,13 @@ class MetricsWriter:
             samples: responses as in samples.jsonl.
         """
         if self.tensorboard:
-            with naming(self._path.parent / "tensorboard"):
+            with naming(self.run_dir / "tensorboard"):
                 self._write_boards(at, values, histograms or {}, samples)
         if self.mirror is not None:
             self.mirror.write({name: at[name] for name in AXES} | dict(values), histograms or {}, samples)
 
     def close(self) -> None:
         """Close all files; harmless when called again."""
-        self._file.close()
         for board in self._boards.values():
             board.close()
 
@@ -195,7 +189,7 @@ class MetricsWriter:
 
         for axis in AXES:
             if axis not in self._boards:
-                folder, done = self._path.parent / "tensorboard" / f"by_{axis}", self.done.get(axis, 0)
+                folder, done = self.run_dir / "tensorboard" / f"by_{axis}", self.done.get(axis, 0)
                 # What a resumed run does again is hidden; step 0 is what was measured before training.
                 self._boards[axis] = SummaryWriter(str(folder), purge_step=done + 1 if done else 0)
                 if axis == "rollout_step" and self.settings:

@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -110,6 +110,22 @@ def drop_torn_line(file: Path) -> None:
             stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
+def append_lines(file: Path, lines: Iterable[str], *, durable: bool = False) -> None:
+    """Add lines behind the last whole one. They are with the system on return, so that the death of this process cannot
+    lose them.
+
+    Args:
+        durable: they are on disk, whatever becomes of the machine.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drop_torn_line(file)
+    with naming(file), file.open("a", encoding="utf-8") as stream:
+        stream.writelines(f"{line}\n" for line in lines)
+        if durable:
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
 def whole_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """(`file:number`, its text) of each line, but for a last one that a kill has torn."""
     whole, _, _ = file.read_bytes().rpartition(b"\n")
@@ -136,7 +152,8 @@ def lock_folder(folder: Path) -> AcquireReturnProxy:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        raise FolderHeld(f"{folder}: another process writes there; wait for it, or name another folder") from None
+        names = "`megatron-dapo status` names that of a run"
+        raise FolderHeld(f"{folder}: another process writes there ({names}); wait for it, or name another") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_dapo.monitor.statistics import Accuracy
+from megatron_dapo.monitor.statistics import Accuracy, Answers
 from megatron_dapo.storage import durable as files
 
 OWN_NAMES = ("model", "weights", "checkpoints", "references", "rollout", "metrics.jsonl")
@@ -22,20 +22,10 @@ LEDGER = "ledger.jsonl"
 STOP_FILE = "stop"
 """Its appearance stops the run, like a signal. Empty: the user's; else the number of the Slurm job that made it."""
 
-WRITABLE = "choose a directory that can be written"
-
-
-class _Answers(BaseModel, strict=True):
-    """One way of answering the held-out problems."""
-
-    figures: Accuracy
-    texts: list[str] = []
-    correct: list[bool] = []
-
 
 class _Before(BaseModel, strict=True):
-    before: dict[str, _Answers] = {}
-    baseline: dict[str, _Answers] | None = None
+    before: dict[str, Answers] = {}
+    baseline: dict[str, Answers] | None = None
 
 
 class _Summary(BaseModel, strict=True):
@@ -109,16 +99,12 @@ class Checkpoint:
 
 
 @contextmanager
-def usable(path: str | Path, other: str = "choose a directory of your own") -> Iterator[None]:
-    """An OSError of the body becomes a RunDirError that names the run directory and what to do: `other`."""
+def usable(path: str | Path) -> Iterator[None]:
+    """An OSError of the body becomes a RunDirError that names the run directory and what to do."""
     try:
         yield
-    except files.FolderHeld:
-        raise RunDirError(
-            f"run.dir = {path}: a live run holds it (`megatron-dapo status` names it); wait for it or choose another"
-        ) from None
     except OSError as error:
-        raise RunDirError(f"run.dir = {path}: {error.strerror}; {other}") from None
+        raise RunDirError(f"run.dir = {path}: {error.strerror}; choose a directory that you can write") from None
 
 
 def has_run(path: Path) -> bool:
@@ -147,9 +133,8 @@ class RunDir:
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = Path(path).resolve()
         self.ledger, self.logs, self.rollout = self.path / LEDGER, self.path / "logs", self.path / "rollout"
-        with usable(path, WRITABLE):
-            self.logs.mkdir(parents=True, exist_ok=True)
         with usable(path):
+            self.logs.mkdir(parents=True, exist_ok=True)
             self._lock = files.lock_folder(self.path).lock
         self._identity = _identity(self.path)
         try:
@@ -290,7 +275,7 @@ def newest_step(path: Path) -> int:
     Raises:
         RunDirError: no directory can be at this path.
     """
-    with usable(path, WRITABLE):
+    with usable(path):
         found = _checkpoints(path)
     return found[-1].step if found else 0
 

@@ -2,7 +2,7 @@
 
 Each tensor of the server (rollout.weights.server_tensors) is made here too and hashed with the server's own hash, so
 equal checksums mean equal weights on every rank. The hash is that of SGLang's weight checker: `cpu_hash` for servers on
-a CPU, `cuda_hash` for servers on a GPU, both of 16 hex digits. It takes a tensor as parts that follow each other along
+a CPU, `cuda_sum` for servers on a GPU, each as 16 hex digits. It takes a tensor as parts that follow each other along
 the first dimension, and neither joins nor copies them as a whole. That of GPU servers is sums of integers that wrap, so
 that it is the same on every device: it is computed where the tensors are, and only 8 bytes of each come to the host, of
 all that `flush` waits for in one copy.
@@ -234,11 +234,6 @@ def cpu_hash(parts: Sequence[Tensor]) -> str:
     for block in _blocks(parts):
         digest.update(block.cpu().numpy().data)
     return digest.digest()[:8].hex()
-
-
-def cuda_hash(parts: Sequence[Tensor]) -> str:
-    """SGLang's `gpu_tensor_hash`."""
-    return _text(int(cuda_sum(parts)))
 
 
 def cuda_sum(parts: Sequence[Tensor]) -> Tensor:

@@ -33,9 +33,8 @@ _FRAMES = {**_PLAIN, "Accept": MEDIA_TYPE}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """What a server says of itself: ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1)"""
+    """What a server says of itself: ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)"""
 
-    version: str
     device: str
     dtype: str
     """As given on its command line; "auto" follows the model's config."""
@@ -165,7 +164,6 @@ class SglangClient:
         """Asks the server's scheduler too, so an answer shows that both processes are alive."""
         async with self.json("/server_info", None, deadline_s) as answer:
             return ServerInfo(
-                version=str(answer.get("version", "?")),
                 device=answer["device"],
                 dtype=answer["dtype"],
                 tensor_parallel=answer["tp_size"],

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.cli.main import main
 from reward.registry import load, load_named
-from reward.verdict import VerifierError
+from reward.verdict import LoadError, VerifierError
 from tests.processes import ROOT
 
 QUICKSTART = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
@@ -67,7 +67,7 @@ def test_code_of_ones_own_may_lie_in_the_working_directory(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert load_named("lies_here:judge")(None)
-    with pytest.raises(ImportError, match="module numpy has no function or class judge"):
+    with pytest.raises(LoadError, match="module numpy has no function or class judge"):
         load_named("numpy:judge")
 
 

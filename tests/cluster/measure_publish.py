@@ -28,7 +28,7 @@ from tests.actor.tiny import save_tiny
 from tests.processes import ROOT
 from tools.rank_pool import RankPlace
 
-INFO = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
+INFO = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
 LABELS, SHARE = "123456789", 0.03
 HIDDEN, MLP, VOCABULARY, SERVERS = 1024, 4096, 32000, 2
 LAYER = 4 * (2 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * MLP)

@@ -29,10 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 128, "vocab_size": 200}
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 256}
-KINDS = [
-    ServerInfo(version="0.5.17", device="cpu", dtype="bfloat16", tensor_parallel=ranks, routed_experts=False)
-    for ranks in (1, 2)
-]
+KINDS = [ServerInfo(device="cpu", dtype="bfloat16", tensor_parallel=ranks, routed_experts=False) for ranks in (1, 2)]
 BUCKET = 300_000
 
 

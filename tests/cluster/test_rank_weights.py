@@ -22,7 +22,7 @@ from tests.coordinator.sync_kit import send
 from tests.rollout.peer import play
 
 pytestmark = pytest.mark.timeout(300)
-ONE = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
+ONE = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
 BUCKET = 200_000
 
 

@@ -34,12 +34,12 @@ class Ranks:
         self.failure: Exception | None = None
         self.under_way: Path | None = None
 
-    async def save_checkpoint(self, folder: Path) -> None:
-        if self.failure:
+    async def begin_checkpoint(self, folder: Path, *, wait: bool) -> bool:
+        if wait and self.failure:
             raise self.failure
-        folder.mkdir()
-
-    async def begin_checkpoint(self, folder: Path) -> bool:
+        if wait:
+            folder.mkdir()
+            return False
         assert self.under_way is None, "one copy at a time"
         self.under_way = folder
         if not self.room:

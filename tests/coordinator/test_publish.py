@@ -23,8 +23,8 @@ from rollout.weights.transport import SendRequest, Target
 from rollout.wire.client import ServerInfo
 from tests.plan.conftest import RECIPES
 
-CPU = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=1)
-GPU = ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=1)
+CPU = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
+GPU = ServerInfo(device="cuda", dtype="bfloat16", tensor_parallel=1)
 
 
 class Recorded(Trainer):

@@ -278,6 +278,6 @@ def test_a_server_of_the_family_can_be_checked(mistral) -> None:
     from rollout.weights.checksums import expected_checksums
     from rollout.wire.client import ServerInfo
 
-    info = ServerInfo(version="", tensor_parallel=1, device="cpu", dtype="float32")
+    info = ServerInfo(tensor_parallel=1, device="cpu", dtype="float32")
     (tensors,) = expected_checksums(mistral, info).values()
     assert "model.layers.1.self_attn.qkv_proj.weight" in tensors

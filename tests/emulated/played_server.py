@@ -197,7 +197,7 @@ class PlayedServer(StandIn):
     async def _info(self, request: web.Request) -> web.Response:
         await self._all(lambda scheduler, rank: None)
         said = json.loads((await super()._info(request)).body)
-        return web.json_response(said | {"version": self.info.version, "tp_size": self.info.tensor_parallel})
+        return web.json_response(said | {"tp_size": self.info.tensor_parallel})
 
 
 def play(folder: Path, info: ServerInfo, fault: Fault | None, model_config: str, port: Connection) -> None:
@@ -224,7 +224,7 @@ class PlayedEngine:
     def __init__(self, folder: Path, model: Path, *, tensor_parallel: int = 1, ours: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.ours = folder, ours
-        self.info = ServerInfo(version="played", device="cpu", dtype="float32", tensor_parallel=tensor_parallel)
+        self.info = ServerInfo(device="cpu", dtype="float32", tensor_parallel=tensor_parallel)
         self.fault: Fault | None = None
         self.starts = 0
         self._config = (model / "config.json").read_text()

@@ -14,7 +14,7 @@ from tests.emulated.strict_ranks import GPU
 from tests.rollout.folders import save_model
 from tools.rank_pool import RankPlace
 
-SERVERS = ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=2)
+SERVERS = ServerInfo(device="cuda", dtype="bfloat16", tensor_parallel=2)
 LEAVES_THE_DEVICE = ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__", "__contains__")
 BUCKETS = 4
 

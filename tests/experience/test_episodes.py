@@ -348,8 +348,8 @@ def test_held_out_problems_are_episodes_too_and_their_log_knows_turns(text, own,
         evaluator, pool = evaluated(text, prompt, fleet, tmp_path)
         (tmp_path / "log").mkdir(exist_ok=True)
         try:
-            with response_log(tmp_path / "log", {}) as log:
-                found = await evaluator.answer("e", known=log.known, record=log.add, forbid=forbid)
+            log = response_log(tmp_path / "log", {})
+            found = await evaluator.answer("e", known=log.known, record=log.add, forbid=forbid)
             return found["sampled"][0], fleet
         finally:
             pool.close()

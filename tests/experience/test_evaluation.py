@@ -79,7 +79,7 @@ def test_every_problem_is_answered_in_every_mode_and_the_figures_are_those_of_th
     ]
     for mode, answers in found.items():
         verdicts = np.array([line["correct"] for line in lines if line["way"] == mode])
-        assert answers.accuracy.accuracy == pytest.approx(verdicts.mean())
+        assert answers.figures.accuracy == pytest.approx(verdicts.mean())
         assert list(answers.correct) == verdicts[:, 0].tolist()
     again = asyncio.run(evaluator(Script(), tmp_path).run("step6"))
     assert again == found, "the same seeds"

@@ -156,12 +156,10 @@ def test_evaluations_are_interrupted_too_and_count_drawn_tokens(text, tmp_path):
 
 
 def test_answers_of_an_evaluation_without_a_budget_are_not_mixed_with_others(tmp_path):
-    with response_log(tmp_path, {"seed": None}):
-        pass
-    with response_log(tmp_path, {"seed": None, "thinking_budget": None}):
-        pass
-    with pytest.raises(EvaluationError, match="thinking_budget = None"), response_log(tmp_path, {"thinking_budget": 9}):
-        pass
+    response_log(tmp_path, {"seed": None})
+    response_log(tmp_path, {"seed": None, "thinking_budget": None})
+    with pytest.raises(EvaluationError, match="thinking_budget = None"):
+        response_log(tmp_path, {"thinking_budget": 9})
 
 
 def test_a_truncated_response_is_one_cut_off_at_the_end(groups):

@@ -45,7 +45,7 @@ def write(place: RankPlace, folder: Path, target: Path) -> int:
     from rollout.wire.client import ServerInfo
 
     actor = actor_of(place, folder)
-    info = ServerInfo(version="x", device="cuda", dtype=DTYPE, tensor_parallel=1)
+    info = ServerInfo(device="cuda", dtype=DTYPE, tensor_parallel=1)
     checksums = RankWeights(actor, bucket_bytes=BUCKET, quantization=QUANTIZATION).write(target, [info])
     return len(checksums[info][0])
 

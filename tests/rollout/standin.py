@@ -20,7 +20,7 @@ from rollout.wire.client import ServerInfo
 from rollout.wire.reply import MEDIA_TYPE
 from tests.rollout.answering import Answer
 
-INFO = ServerInfo(version="stand-in", device="cpu", dtype="float32", tensor_parallel=1)
+INFO = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
 BACKLOG = 2048
 """Connections that may wait to be accepted, as a real server's (uvicorn). Where fewer may, the kernel drops those of a
 burst, and a client that believes itself connected repeats its request for minutes."""
@@ -187,7 +187,7 @@ class StandIn:
         if not self.scheduler_answers:
             await asyncio.sleep(60)
         memory = [{"memory_usage": {"weight": 1.5, "kvcache": 2.0}}]
-        info = {"version": INFO.version, "device": "cpu", "dtype": "float32", "tp_size": 1, "internal_states": memory}
+        info = {"device": "cpu", "dtype": "float32", "tp_size": 1, "internal_states": memory}
         info["incremental_streaming_output"] = self.stream_interval is not None
         return web.json_response(info | self.says)
 

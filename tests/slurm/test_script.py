@@ -351,7 +351,5 @@ def test_set_e_of_a_setup_line_does_not_keep_a_job_from_its_queue(tmp_path):
 
 def test_a_run_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "a.csv").touch()
-    with pytest.raises(
-        RunDirError, match=r"run.dir = .*a.csv: Not a directory; choose a directory that can be written"
-    ):
+    with pytest.raises(RunDirError, match=r"run.dir = .*a.csv: Not a directory; choose a directory that you can write"):
         slurm(QUICKSTART, [f"run.dir={tmp_path}/a.csv"], gpus_per_node=0)

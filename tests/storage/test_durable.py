@@ -11,6 +11,7 @@ import pytest
 
 from megatron_dapo.storage.durable import (
     FolderHeld,
+    append_lines,
     drop_torn_line,
     lock_folder,
     remove_folder,
@@ -38,6 +39,14 @@ def test_whole_lines_stay(tmp_path, left, kept):
     file.write_bytes(left)
     drop_torn_line(file)
     assert file.read_bytes() == kept
+
+
+def test_lines_come_behind_the_last_whole_one(tmp_path):
+    file = tmp_path / "folder" / "lines"
+    append_lines(file, ["one"])
+    file.write_text(file.read_text() + "tor")
+    append_lines(file, ["two", "three"], durable=True)
+    assert file.read_text() == "one\ntwo\nthree\n"
 
 
 def test_no_file_is_left_alone(tmp_path):

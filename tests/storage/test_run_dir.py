@@ -11,7 +11,7 @@ import pytest
 from megatron_dapo.config import dump_config, load_config
 from megatron_dapo.coordinator.resume import check_resume
 from megatron_dapo.monitor.writer import MetricsError
-from megatron_dapo.storage.durable import replace_file
+from megatron_dapo.storage.durable import FolderHeld, replace_file
 from megatron_dapo.storage.ledger import LedgerError
 from megatron_dapo.storage.run_dir import RunDir, RunDirError, RunDirLost, newest_step
 
@@ -22,7 +22,7 @@ def aside(run_dir: RunDir, step: int) -> Path:
 
 def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp_path):
     first = RunDir(tmp_path / "run", resume=False)
-    with pytest.raises(RunDirError, match="a live run holds it"):
+    with pytest.raises(FolderHeld, match="run: another process writes there"):
         RunDir(tmp_path / "run", resume=True)
     first.close()
     RunDir(tmp_path / "run", resume=True).close()
@@ -46,7 +46,7 @@ def test_a_disk_that_takes_nothing_is_named(tmp_path, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr("filelock._unix.os.open", refuse)
-        with pytest.raises(RunDirError, match="Read-only file system; choose a directory of your own"):
+        with pytest.raises(RunDirError, match="Read-only file system; choose a directory that you can write"):
             RunDir(tmp_path / "run", resume=False)
     RunDir(tmp_path / "run", resume=False).close()
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from rollout.errors import WeightMismatch
 from rollout.weights import checksums
-from rollout.weights.checksums import ChecksumStream, cpu_hash, cuda_hash, expected_checksums, verify
+from rollout.weights.checksums import ChecksumStream, cpu_hash, expected_checksums, verify
 from rollout.wire.client import ServerInfo
 from tests.rollout.folders import VOCABULARY, save_model
 
-CPU = ServerInfo(version="0.5.17", device="cpu", dtype="float32", tensor_parallel=1)
+CPU = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
+
+
+def cuda_hash(parts: Sequence[torch.Tensor]) -> str:
+    """What a server on a GPU reports."""
+    return checksums._text(int(checksums.cuda_sum(parts)))
 
 
 def sha(tensor: torch.Tensor) -> str:
@@ -49,7 +55,7 @@ def test_the_names_and_hashes_of_a_whole_model(tmp_path: Path, kind: str, tied: 
 def test_ranks_hold_heads_and_columns_of_their_own(tmp_path: Path) -> None:
     """Four heads of 16, two key heads, on four GPUs: a query head each, and each key head on two of them."""
     state = save_model(tmp_path, "qwen2", seed=1, num_hidden_layers=1).state_dict()
-    info = ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=4)
+    info = ServerInfo(device="cuda", dtype="bfloat16", tensor_parallel=4)
     checksums = expected_checksums(tmp_path, info)
     layer = "model.layers.0."
 
@@ -78,8 +84,8 @@ def test_the_experts_of_a_layer_are_two_tensors(tmp_path: Path, published: bool)
     if published:
         text = (tmp_path / "config.json").read_text()
         (tmp_path / "config.json").write_text(text.replace("num_local_experts", "num_experts"))
-    on_gpu = ServerInfo(version="x", device="cuda", dtype="float32", tensor_parallel=2)
-    on_cpu = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=2)
+    on_gpu = ServerInfo(device="cuda", dtype="float32", tensor_parallel=2)
+    on_cpu = ServerInfo(device="cpu", dtype="float32", tensor_parallel=2)
     found = {info: expected_checksums(tmp_path, info) for info in (CPU, on_gpu, on_cpu)}
     for layer in ("model.layers.0.mlp.", "model.layers.1.mlp."):
         gate_up, down = (state[f"{layer}experts.{name}_proj"] for name in ("gate_up", "down"))
@@ -155,9 +161,9 @@ def test_a_difference_is_named() -> None:
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3", seed=0, num_hidden_layers=1, num_key_value_heads=1)
     with pytest.raises(ValueError, match=r"tensor_parallel = 2.*1 key heads"):
-        expected_checksums(tmp_path, ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=2))
+        expected_checksums(tmp_path, ServerInfo(device="cpu", dtype="float32", tensor_parallel=2))
     with pytest.raises(ValueError, match="int8"):
-        expected_checksums(tmp_path, ServerInfo(version="x", device="cpu", dtype="int8", tensor_parallel=1))
+        expected_checksums(tmp_path, ServerInfo(device="cpu", dtype="int8", tensor_parallel=1))
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -250,8 +256,8 @@ def test_a_stream_gives_the_same_checksums_whatever_comes_first(tmp_path: Path) 
     tensors = load_file(tmp_path / "model.safetensors")
     kinds = [
         CPU,
-        ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=2),
-        ServerInfo(version="x", device="cuda", dtype="bfloat16", tensor_parallel=4),
+        ServerInfo(device="cpu", dtype="float32", tensor_parallel=2),
+        ServerInfo(device="cuda", dtype="bfloat16", tensor_parallel=4),
     ]
     for names in (sorted(tensors), sorted(tensors, reverse=True)):
         buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))

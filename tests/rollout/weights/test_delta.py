@@ -15,7 +15,7 @@ from tests.rollout.folders import save_model
 from tests.rollout.weights.memory_trainer import MemoryTrainer
 
 pytestmark = pytest.mark.timeout(300)
-INFO = ServerInfo(version="peer", device="cpu", dtype="float32", tensor_parallel=1)
+INFO = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
 
 
 class Publishes:

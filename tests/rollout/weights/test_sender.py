@@ -16,7 +16,7 @@ from rollout.weights.sender import GroupCache, WeightSender
 from rollout.weights.transport import Failure, SendRequest, Target
 from rollout.wire.client import ServerInfo
 
-INFO = ServerInfo(version="x", device="cpu", dtype="float32", tensor_parallel=1)
+INFO = ServerInfo(device="cpu", dtype="float32", tensor_parallel=1)
 SHORT_S, LONG_S = 0.2, 20.0
 SIZE = 8
 
