@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.offload import to_pageable
 from megatron_dapo.actor.weights.buckets import plan_buckets
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
 from megatron_dapo.actor.weights.quantize import quantized, quantized_shapes
@@ -68,7 +69,8 @@ def hf_tensors(
     """
     for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, **what):
         if stacked is not None:
-            yield from each.full(stacked, "cpu" if to_host else stacked.device).items()
+            stacked = to_pageable(stacked) if to_host else stacked
+            yield from each.full(stacked, stacked.device).items()
         del stacked
 
 
@@ -147,7 +149,7 @@ def export_hf(
                 for stored_name, stored in quantized({name: tensor}, shapes).items():
                     if watch is not None:
                         watch(stored_name, stored)
-                    plan.write(partial, stored_name, stored.cpu())
+                    plan.write(partial, stored_name, to_pageable(stored))
             plan.finish(partial, folder, source_folder, quantization)
         except (OSError, WeightsError) as error:
             failure = [str(error)]
