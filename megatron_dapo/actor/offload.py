@@ -47,7 +47,7 @@ class DeviceMemory:
         self._megatron = megatron_optimizer
         self._away: dict[Part, list[tuple[UntypedStorage, int]]] = {}
         """With the bytes that each storage had."""
-        self._host: dict[Part, dict[int, list[Tensor]]] = {}
+        self._host: dict[Part, dict[int, list[Tensor]]] = {part: {} for part in PARTS}
 
     def storages(self) -> frozenset[int]:
         """Addresses of the storages that training changes: of weights, buffers, moments and master weights."""
@@ -71,7 +71,7 @@ class DeviceMemory:
     def onload(self, *parts: Part) -> None:
         """Bring `parts` back to the device; what is there already stays."""
         for part in parts:
-            host = self._host.get(part, {})
+            host = self._host[part]
             for storage, size in self._away.pop(part, []):
                 storage.resize_(size)
                 kept = host.get(storage._cdata)
@@ -108,9 +108,8 @@ class DeviceMemory:
             # Without low-precision weights the master weights are the weights themselves.
             storages = {key: storage for key, storage in _storages(tensors).items() if key not in storages}
         if part != "gradients":
-            earlier = self._host.get(part, {})
             # Only what is still there: a loaded checkpoint replaces the optimizer's tensors.
-            self._host[part] = {key: _copied(storage, earlier.get(key)) for key, storage in storages.items()}
+            self._host[part] = {key: _copied(each, self._host[part].get(key)) for key, each in storages.items()}
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         self._away[part] = [(storage, storage.nbytes()) for storage in storages.values()]

@@ -97,10 +97,9 @@ def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig,
     full = int((lengths > budget).sum())
     least = max(full + math.ceil(int(lengths[lengths <= budget].sum()) / budget), int((2 * lengths > budget).sum()))
     bins = max(round_up(least, step), step)
-    # The last resort prefers the fullest bin with room, which fits more.
-    resorts = [costs, -lengths] if layout.pipeline == 1 else [lengths, costs, -lengths]
     while True:
-        for weights in resorts:
+        # The last resort prefers the fullest bin with room, which fits more.
+        for weights in [costs, -lengths] if layout.pipeline == 1 else [lengths, costs, -lengths]:
             assignment = _fill(lengths, weights, budget, bins)
             if assignment is not None:
                 return _deal(assignment, costs, bins, layout.data)

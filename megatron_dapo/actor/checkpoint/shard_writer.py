@@ -92,7 +92,7 @@ class ShardWriter(FileSystemWriter):
         """Write and hash this rank's files. Whatever goes wrong is for `written` to say."""
         try:
             # In the planner's place: hands each shard out once, so that its memory is freed on the way.
-            planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._hand_out(item.index)))
+            planner = cast(SavePlanner, SimpleNamespace(resolve_data=self._hand_out))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
             names = sorted({result.storage_data.relative_path for result in results})
             written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
@@ -105,8 +105,8 @@ class ShardWriter(FileSystemWriter):
         """On rank 0: the file that says where every shard of every rank stands."""
         super().finish(self._metadata, results)
 
-    def _hand_out(self, index: MetadataIndex) -> Any:
-        data = self._data.pop(index)
+    def _hand_out(self, item: Any) -> Any:
+        data = self._data.pop(item.index)
         return to_pageable(data) if isinstance(data, torch.Tensor) else data
 
     def _must_copy(self, data: Any) -> bool:

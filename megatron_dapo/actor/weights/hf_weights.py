@@ -58,10 +58,10 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
 
 
 def hf_tensors(
-    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, to_host: bool = True, **what: Any
+    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, **what: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor, a copy) of the whole model on global rank 0; nothing on the others. On the CPU,
-    or with `to_host` false where it was gathered.
+    """(Hugging Face name, full tensor, a copy) of the whole model on global rank 0, on the device that it was gathered
+    on; nothing on the others.
 
     Collective: every rank must iterate to the end. Experts come from all ranks that hold them, the rest from the
     tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. Under tied
@@ -69,7 +69,6 @@ def hf_tensors(
     """
     for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, **what):
         if stacked is not None:
-            stacked = to_pageable(stacked) if to_host else stacked
             yield from each.full(stacked, stacked.device).items()
         del stacked
 
@@ -138,7 +137,7 @@ def export_hf(
     """
     shapes = hf_shapes(hf, quantize=quantization is not None)
     plan, partial = FolderPlan(shapes=shapes, dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
-    tensors, failure = hf_tensors(chunks, hf, dtype=dtype, to_host=False), list[str | None]([None])
+    tensors, failure = hf_tensors(chunks, hf, dtype=dtype), list[str | None]([None])
     if dist.get_rank() == 0:
         try:
             plan.create(partial)
