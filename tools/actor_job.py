@@ -71,5 +71,5 @@ def loss_and_gradients(
     with actor.memory.resident("parameters", "gradients"):
         actor.optimizer.zero_grad()
         sums = actor.passes.backward(mini_batch, objective, temperature, whole_gradients=True)
-        tensors = dict(hf_tensors(actor.optimizer.chunks, actor.hf, **options))
+        tensors = {name: tensor.cpu() for name, tensor in hf_tensors(actor.optimizer.chunks, actor.hf, **options)}
     return (sums["loss"], tensors) if actor.rank == 0 else None

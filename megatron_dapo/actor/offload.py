@@ -7,6 +7,7 @@ away its tensors must not be touched: they have no memory.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,9 @@ PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 
 PIECE_BYTES = 2**28
 """Of a host copy: PyTorch rounds each pinned allocation up to a power of two, which would double a large one."""
+
+STAGING_BYTES = 2**25
+"""Of the pinned buffer of `to_pageable`: the bus needs less for its full speed."""
 
 
 def parts_at_rest(config: OffloadConfig) -> tuple[Part, ...]:
@@ -43,7 +47,7 @@ class DeviceMemory:
         self._megatron = megatron_optimizer
         self._away: dict[Part, list[tuple[UntypedStorage, int]]] = {}
         """With the bytes that each storage had."""
-        self._host: dict[Part, dict[int, list[Tensor]]] = {}
+        self._host: dict[Part, dict[int, list[Tensor]]] = {part: {} for part in PARTS}
 
     def storages(self) -> frozenset[int]:
         """Addresses of the storages that training changes: of weights, buffers, moments and master weights."""
@@ -67,7 +71,7 @@ class DeviceMemory:
     def onload(self, *parts: Part) -> None:
         """Bring `parts` back to the device; what is there already stays."""
         for part in parts:
-            host = self._host.get(part, {})
+            host = self._host[part]
             for storage, size in self._away.pop(part, []):
                 storage.resize_(size)
                 kept = host.get(storage._cdata)
@@ -104,9 +108,8 @@ class DeviceMemory:
             # Without low-precision weights the master weights are the weights themselves.
             storages = {key: storage for key, storage in _storages(tensors).items() if key not in storages}
         if part != "gradients":
-            earlier = self._host.get(part, {})
             # Only what is still there: a loaded checkpoint replaces the optimizer's tensors.
-            self._host[part] = {key: _copied(storage, earlier.get(key)) for key, storage in storages.items()}
+            self._host[part] = {key: _copied(each, self._host[part].get(key)) for key, each in storages.items()}
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         self._away[part] = [(storage, storage.nbytes()) for storage in storages.values()]
@@ -128,6 +131,27 @@ class DeviceMemory:
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned if `tensor` is on CUDA: only such memory is copied at the bus's full speed."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor.detach())
+
+
+def to_pageable(tensor: Tensor) -> Tensor:
+    """`tensor` in memory that is not pinned, for what is large and soon gone: itself if it is on the host, or else a
+    contiguous copy, through one pinned buffer that stays. One thread at a time.
+
+    The bus fills the buffer in a fraction of the time in which the host empties it: a second one would gain little.
+    """
+    if not tensor.is_cuda:
+        return tensor.detach()
+    source = tensor.detach().contiguous()
+    copied = torch.empty_like(source, device="cpu")
+    pieces = (each.view(-1).view(torch.uint8).split(STAGING_BYTES) for each in (copied, source))
+    for target, piece in zip(*pieces, strict=True):
+        target.copy_(_staging()[: len(piece)].copy_(piece))
+    return copied
+
+
+@cache
+def _staging() -> Tensor:
+    return torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

@@ -75,7 +75,8 @@ class PackedMicroBatch:
 
 
 def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig, *, hidden_size: int) -> MicroBatchPlan:
-    """As few micro-batches as the budget allows, equally many on each rank, with costs as equal as can be.
+    """As few micro-batches as the budget allows, equally many on each rank, with costs as equal as can be; between
+    pipeline stages, whose rows have one length, with tokens as equal as can be, and costs level over the ranks.
 
     Deterministic: the same lengths give the same plan on every rank and in every run. `micro_batch_tokens` counts what
     one rank holds, so the context-parallel ranks together take that many times as much. A sequence longer than that
@@ -97,8 +98,9 @@ def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig,
     least = max(full + math.ceil(int(lengths[lengths <= budget].sum()) / budget), int((2 * lengths > budget).sum()))
     bins = max(round_up(least, step), step)
     while True:
-        for balance in (True, False):
-            assignment = _fill(lengths, costs, budget, bins, balance=balance)
+        # The last resort prefers the fullest bin with room, which fits more.
+        for weights in [costs, -lengths] if layout.pipeline == 1 else [lengths, costs, -lengths]:
+            assignment = _fill(lengths, weights, budget, bins)
             if assignment is not None:
                 return _deal(assignment, costs, bins, layout.data)
         bins += step
@@ -208,22 +210,19 @@ def sequence_multiple(layout: LayoutConfig) -> int:
     return 2 * layout.context if layout.context > 1 else 1
 
 
-def _fill(lengths: np.ndarray, costs: np.ndarray, budget: int, bins: int, *, balance: bool) -> np.ndarray | None:
-    """int64 [R]: the bin of each sequence, or None if they do not fit.
-
-    Costly ones first, each to the bin of least cost that has room (`balance`), or to the fullest that has room, which
-    fits more.
-    """
+def _fill(lengths: np.ndarray, weights: np.ndarray, budget: int, bins: int) -> np.ndarray | None:
+    """int64 [R]: the bin of each sequence, or None if they do not fit. Long ones first, each to the bin with room whose
+    `weights` have the least sum."""
     room, load = np.full(bins, budget, dtype=np.int64), np.zeros(bins)
     assignment = np.empty(len(lengths), dtype=np.int64)
-    for i in np.argsort(-costs, kind="stable"):
+    for i in np.argsort(-lengths, kind="stable"):
         free = room >= min(int(lengths[i]), budget)
-        chosen = int(np.where(free, load if balance else room, np.inf).argmin())
+        chosen = int(np.where(free, load, np.inf).argmin())
         if not free[chosen]:
             return None
         assignment[i] = chosen
         room[chosen] -= lengths[i]
-        load[chosen] += costs[i]
+        load[chosen] += weights[i]
     return assignment
 
 

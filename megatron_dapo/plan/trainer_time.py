@@ -170,7 +170,7 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
 def _packed_alike(actor: ActorConfig) -> ActorConfig:
     """With nothing in it that `plan_for_actor` does not look at, so that `_micro_batches` knows it again."""
     layout = actor.layout
-    sizes: dict[str, Any] = {"context": layout.context, "data": layout.data}
+    sizes: dict[str, Any] = {"context": layout.context, "data": layout.data, "pipeline": min(layout.pipeline, 2)}
     sizes |= {"pipeline": layout.pipeline, "virtual_pipeline": 1} if layout.virtual_pipeline else {}
     return ActorConfig(layout=LayoutConfig(**sizes), micro_batch_tokens=actor.micro_batch_tokens)
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_dapo.actor.checkpoint.checkpoint_files import digest_of
+from megatron_dapo.actor.offload import to_pageable
 
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -81,7 +82,7 @@ class ShardWriter(FileSystemWriter):
         for index, data in self._data.items():
             if self._must_copy(data):
                 # Not pinned: such memory comes in powers of two, and PyTorch keeps it.
-                self._data[index] = data.detach().to("cpu", copy=True)
+                self._data[index] = to_pageable(data) if data.is_cuda else data.detach().clone()
 
     def start(self) -> None:
         """Write in a thread, which ends with the process."""
@@ -91,7 +92,7 @@ class ShardWriter(FileSystemWriter):
         """Write and hash this rank's files. Whatever goes wrong is for `written` to say."""
         try:
             # In the planner's place: hands each shard out once, so that its memory is freed on the way.
-            planner = cast(SavePlanner, SimpleNamespace(resolve_data=lambda item: self._data.pop(item.index)))
+            planner = cast(SavePlanner, SimpleNamespace(resolve_data=self._hand_out))
             results = FileSystemWriter.write_data(self, self._plan, planner).value()
             names = sorted({result.storage_data.relative_path for result in results})
             written = Written(results=results, digests={name: digest_of(self._folder / name) for name in names})
@@ -103,6 +104,10 @@ class ShardWriter(FileSystemWriter):
     def write_index(self, results: list[list[WriteResult]]) -> None:
         """On rank 0: the file that says where every shard of every rank stands."""
         super().finish(self._metadata, results)
+
+    def _hand_out(self, item: Any) -> Any:
+        data = self._data.pop(item.index)
+        return to_pageable(data) if isinstance(data, torch.Tensor) else data
 
     def _must_copy(self, data: Any) -> bool:
         return isinstance(data, torch.Tensor) and (data.is_cuda or data.untyped_storage()._cdata in self._live)

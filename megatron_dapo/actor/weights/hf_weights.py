@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
+from megatron_dapo.actor.offload import to_pageable
 from megatron_dapo.actor.weights.buckets import plan_buckets
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
 from megatron_dapo.actor.weights.quantize import quantized, quantized_shapes
@@ -57,10 +58,10 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
 
 
 def hf_tensors(
-    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, to_host: bool = True, **what: Any
+    chunks: Sequence[torch.nn.Module], hf: HFModelConfig, *, dtype: torch.dtype, **what: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor, a copy) of the whole model on global rank 0; nothing on the others. On the CPU,
-    or with `to_host` false where it was gathered.
+    """(Hugging Face name, full tensor, a copy) of the whole model on global rank 0, on the device that it was gathered
+    on; nothing on the others.
 
     Collective: every rank must iterate to the end. Experts come from all ranks that hold them, the rest from the
     tensor- and pipeline-parallel ranks that share rank 0's data. One parameter is gathered at a time. Under tied
@@ -68,7 +69,7 @@ def hf_tensors(
     """
     for each, stacked in gathered_parameters(chunks, hf, dtype=dtype, **what):
         if stacked is not None:
-            yield from each.full(stacked, "cpu" if to_host else stacked.device).items()
+            yield from each.full(stacked, stacked.device).items()
         del stacked
 
 
@@ -136,7 +137,7 @@ def export_hf(
     """
     shapes = hf_shapes(hf, quantize=quantization is not None)
     plan, partial = FolderPlan(shapes=shapes, dtype=dtype, max_bytes=max_file_bytes), partial_folder(folder)
-    tensors, failure = hf_tensors(chunks, hf, dtype=dtype, to_host=False), list[str | None]([None])
+    tensors, failure = hf_tensors(chunks, hf, dtype=dtype), list[str | None]([None])
     if dist.get_rank() == 0:
         try:
             plan.create(partial)
@@ -147,7 +148,7 @@ def export_hf(
                 for stored_name, stored in quantized({name: tensor}, shapes).items():
                     if watch is not None:
                         watch(stored_name, stored)
-                    plan.write(partial, stored_name, stored.cpu())
+                    plan.write(partial, stored_name, to_pageable(stored))
             plan.finish(partial, folder, source_folder, quantization)
         except (OSError, WeightsError) as error:
             failure = [str(error)]
