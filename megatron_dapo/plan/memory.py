@@ -5,9 +5,13 @@ attention, a fused SwiGLU and RMSNorm, no dropout. Per layer and token of a rank
 weights' type (t = tensor-parallel size; with sequence parallel the first term is divided by t too):
 
     none        4 h + ((heads + 2 groups) + (heads + groups) + heads) x head size / t + 3 ffn / t
-    core_attn   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
+    layernorm   without h, the experts' input
+    core_attn   the same as none: Megatron keeps what attention gets, queries and keys after their rotation
     mlp         without the MLP's input after its norm, h, and without 3 ffn / t
+    moe         without what stands below in the place of 3 ffn / t
     full        h, and for the one layer that is being repeated what `none` has
+
+Where queries and keys are normalised (Qwen3), they are kept before that too: (heads + groups) x head size / t.
 
 In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Calibration.imbalance`),
 has f / e of an expert's ffn f (e: expert-tensor size), and E routing weights a token; instead of 3 ffn / t that is
@@ -124,8 +128,7 @@ def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: Recompu
     if recompute == "full":
         return hf.hidden_size / whole
     again = recompute if isinstance(recompute, tuple) else ()
-    rotated = 0 if "core_attn" in again else heads + kv_heads
-    attention = (heads + 2 * kv_heads + rotated + heads) * head_dim
+    attention = (3 + hf.qk_norm) * (heads + kv_heads) * head_dim
     normed = 0.0 if {"mlp", "layernorm"}.intersection(again) else hf.hidden_size / whole
     mlp = 3.0 * hf.ffn_hidden_size
     if hf.experts is not None:

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_dapo.actor.model.hf_config import check_actor, check_blocks
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import Recompute
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
-from megatron_dapo.plan.rollout import RolloutStep
+from megatron_dapo.plan.rollout import RolloutStep, groups
 from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan, plan_step, rollouts
 from megatron_dapo.plan.sync import server_bytes
+from megatron_dapo.plan.trainer_time import update_time
 
 SPARE = 0.05
 """Of a GPU: more than the figures here are off by (docs/measurements/symbolic.md)."""
@@ -128,13 +131,22 @@ def trainer_room(case: Scenario) -> dict[str, float]:
 
 
 def least_recompute(case: Scenario) -> Recompute:
-    """What costs least of none, a number of layers and full, with which an update leaves `SPARE` of a GPU; full where
-    nothing does."""
+    """What costs an update least of none, a number of layers, full, and parts of every layer, with which it leaves
+    `SPARE` of a GPU; full where nothing does. Parts are those of layers of TransformerEngine."""
     layout, room = case.config.actor.layout, (1 - SPARE) * trainer_room(case)["update"]
     chunk = case.hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     amounts: list[Recompute] = ["none", *range(1, chunk), "full"]
+    parts: list[Recompute] = [("mlp",)]
+    if case.hf.experts is not None:
+        parts = [("layernorm",), ("moe",), ("layernorm", "moe")][: 1 if case.config.actor.routing_replay else 3]
+    lengths = np.array(next(groups(case.workload, seed=0)).lengths) + round(case.workload.mean_prompt)
 
     def fits(amount: Recompute) -> bool:
         return all(rank.peaks["update"] <= room for rank in trainer_memory(case.changed({"actor.recompute": amount})))
 
-    return amounts[min(bisect_left(amounts, True, key=fits), chunk)]
+    def seconds(amount: Recompute) -> float:
+        one = case.changed({"actor.recompute": amount})
+        return update_time(one, lengths, trainer_memory(one)[0].state).seconds
+
+    least = amounts[min(bisect_left(amounts, True, key=fits), chunk)]
+    return least if least == "none" else min([least, *filter(fits, parts)], key=seconds)

@@ -13,7 +13,9 @@ forward and in backward; data-parallel ranks that share experts wait for each ot
 Context-parallel ranks pass keys and values around a ring, in backward their gradients too. A pipeline stage gives each
 row's activations to the next one, in backward their gradients to the one before, once a chunk.
 
-Nothing is assumed to overlap: all communication is added to the arithmetic.
+Of communication only that of data parallel overlaps with arithmetic, under `actor.overlap`: gradients are summed in
+the last micro-batch's backward, two thirds of its time, and weights gathered in the first one's forward, a third. What
+takes longer is added, and so is all other communication.
 """
 
 from dataclasses import dataclass, replace
@@ -116,8 +118,9 @@ def update_time(case: Scenario, lengths: np.ndarray, state: rank_state.StateByte
     again, more = recomputed(case.hf, case.config.actor, lengths)
     one = _pass(case, lengths, 3 * forward + again, more)
     recompute_s = (one.compute_s - one.padding_s) * float(again.sum() / (3 * forward + again).sum())
-    own = {"recompute_s": recompute_s, "data_s": _data_seconds(case, state), "flops": float(3 * forward.sum())}
-    return replace(one, **own)
+    _, count = _micro_batches(lengths.tobytes(), case.hf.hidden_size, _packed_alike(case.config.actor))
+    data_s = _data_seconds(case, state, one.compute_s * case.config.actor.layout.data / count)
+    return replace(one, recompute_s=recompute_s, data_s=data_s, flops=float(3 * forward.sum()))
 
 
 def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | None = None) -> PassTime:
@@ -221,20 +224,22 @@ def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibra
     return 2 * experts.top_k * constants.imbalance(layout) / layout.tensor * hf.hidden_size * _BYTES * seconds
 
 
-def _data_seconds(case: Scenario, state: rank_state.StateBytes) -> float:
+def _data_seconds(case: Scenario, state: rank_state.StateBytes, micro_batch_s: float) -> float:
     """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks, of experts over those
-    that hold the same."""
+    that hold the same. Without what a micro-batch of `micro_batch_s` hides."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
     experts = rank_state.apart_parameters(case.hf, layout) * rank_state.GRADIENT_BYTES / max(1, state.gradients)
-    moved_s, gathered = 0.0, state.gradients if actor.lora.rank else state.parameters
+    reduce_s, gather_s, gathered = 0.0, 0.0, state.gradients if actor.lora.rank else state.parameters
     for part, ranks, each in (
         (1 - experts, layout.data * layout.context, layout.tensor),
         (experts, layout.expert_replicas, layout.expert * layout.expert_tensor),
     ):
         share = part * (ranks - 1) / ranks / constants.link(ranks * each)
         # An all-reduce moves twice what a reduce-scatter does.
-        moved_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
-        moved_s += share * gathered if actor.optimizer.distributed else 0
+        reduce_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
+        gather_s += share * gathered if actor.optimizer.distributed else 0
+    hides_s = 0 if actor.overlap is False or actor.lora.rank else micro_batch_s
+    moved_s = max(0.0, reduce_s - hides_s * 2 / 3) + max(0.0, gather_s - hides_s / 3)
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.
