@@ -42,7 +42,6 @@ from megatron_dapo.plan.planner import (
     make_plan,
     trainer_room,
 )
-from megatron_dapo.plan.rank_state import rank_state
 from megatron_dapo.plan.rollout import RolloutStep
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions
 from megatron_dapo.plan.step_plan import plan_step, rollouts
@@ -299,11 +298,8 @@ def _floor(case: Scenario, servers: _Servers) -> float:
 
 def _estimate(case: Scenario, servers: _Servers) -> float:
     """Seconds of a step, the trainer's from the first rollout alone."""
-    actor = case.config.actor
-    states = (rank_state(case.hf, actor, case.config.model.dtype, stage=one) for one in range(actor.layout.pipeline))
-    state = max(states, key=lambda one: one.total)
     first, hidden = servers.filled[:1], case.config.run.mode == "async"
-    seconds = plan_step(case, server_memory(case), state, first, every=_EVERY).seconds
+    seconds = plan_step(case, first, every=_EVERY).seconds
     return seconds if hidden else seconds + servers.seconds - first[0].seconds
 
 

@@ -29,7 +29,6 @@ stage keeps 2 (p - i - 1) + (v - 1) p + 1 chunks of layers.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
@@ -155,22 +154,23 @@ def _alive(case: Scenario, stage: int) -> float:
 def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     hf, actor, layout, size = case.hf, case.config.actor, case.config.actor.layout, case.dtype_bytes
     state = rank_state(hf, actor, case.config.model.dtype, stage=stage)
-    resident = {name: float(value) for name, value in state.items().items()}
-    resident["framework"] = case.constants.framework_memory
+    resident: dict[str, float] = {**state.items(), "framework": case.constants.framework_memory}
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
     spare = 1 + case.constants.fragmentation
     alive, imbalance = _alive(case, stage), case.constants.imbalance(layout)
-    kept_of = partial(activation_numbers, hf, actor, imbalance=imbalance)
-    repeated, whole_again = tokens * size * kept_of("none"), repeated_layers(actor, layers)
-    numbers = whole_again * kept_of("full") + (layers - whole_again) * kept_of(actor.recompute)
-    kept = tokens * size * numbers * alive
+    whole_again = repeated_layers(actor, layers)
+
+    def kept_of(recompute: Recompute) -> float:
+        return tokens * size * activation_numbers(hf, actor, recompute, imbalance)
+
+    kept = alive * (whole_again * kept_of("full") + (layers - whole_again) * kept_of(actor.recompute))
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
     inside = float(hf.ffn_hidden_size)
     if hf.experts is not None:
         inside = 2 * hf.experts.top_k * imbalance * hf.hidden_size * layout.expert_tensor
-    layer = tokens * size * (whole + inside / layout.tensor)
+    layer = tokens * size * (whole + inside / layout.tensor) + kept_of("none")
     # Layers that are kept lie behind those that are repeated: backward has let go of them by then.
-    layer += repeated if whole_again >= layers else repeated - tokens * size * kept_of(actor.recompute)
+    layer -= kept_of(actor.recompute) if whole_again < layers else 0
     # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
     layer += max(adapted(hf, actor), default=0) * (size + 4)
     forward, update, items = {}, {}, {}
@@ -180,7 +180,7 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
             resident["gathered hidden states"] = float(tokens * size * hf.hidden_size)
         forward["logits and log-probs"] = _log_prob_bytes(case, tokens, backward=False)
         update["logits and log-probs"] = _log_prob_bytes(case, tokens, backward=True)
-    forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
+    forward["activations"] = max(0.0, kept_of("none") - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
     if rows := tokens * routing_bytes(case.config, hf):
@@ -303,16 +303,11 @@ def node_memory(case: Scenario, processes: int) -> float:
     return needed + writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]
 
 
-def routing_of_batch(case: Scenario) -> float:
-    """Bytes of the experts of a batch's tokens, at most; 0 without `actor.routing_replay`."""
-    config = case.config
-    return batch_responses(config) * config.model.context_length * routing_bytes(config, case.hf)
-
-
 def disk_bytes(case: Scenario) -> float:
     """All that the run keeps on disk at once: weight versions, one more being written, checkpoints, export."""
-    run = case.config.run
-    # Groups that a checkpoint carries, at most about a batch.
-    carried = routing_of_batch(case) if case.config.algorithm.dynamic_sampling.max_staleness else 0
+    config, run = case.config, case.config.run
+    # Experts of the tokens of groups that a checkpoint carries, at most about a batch.
+    carried = routing_bytes(config, case.hf) if config.algorithm.dynamic_sampling.max_staleness else 0
+    carried *= batch_responses(config) * config.model.context_length
     versions = 3 if run.export_at_end else 2
     return versions * case.model_bytes + (run.keep_checkpoints + 1) * (case.checkpoint_bytes + carried)

@@ -132,7 +132,6 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     if more is not None:
         times, exchanges, heads, efficiency = 3 + more, 2 + more, 4, case.constants.train_efficiency
     places, count = _micro_batches(lengths.tobytes(), hf.hidden_size, _packed_alike(case.config.actor))
-    split = layout.tensor * layout.pipeline * layout.context
     work = np.bincount(places, flops, count).reshape(layout.data, -1)
     tokens = np.bincount(places, lengths, count).reshape(layout.data, -1)
     mean = work.sum() / layout.data
@@ -142,7 +141,7 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     padded = work
     work = work + tokens * times * slow_flops(hf, layout, case.constants)
     work = work + tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
-    compute = work / (split * case.constants.peak_flops * efficiency)
+    compute = work * layout.data / (layout.world_size * case.constants.peak_flops * efficiency)
     touched = case.dtype_bytes * exchanges + (2 * rank_state.GRADIENT_BYTES if times > 1 else 0)
     compute += rank_state.stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
@@ -163,7 +162,7 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
         compute_s=float(compute[slowest].sum()),
         bubble_s=float(waiting * together[slowest].mean()),
         tensor_s=float(reduce[slowest].sum()),
-        padding_s=float(compute[slowest].sum() * (1 - mean / padded[slowest].sum())),
+        padding_s=max(0.0, float(compute[slowest].sum() * (1 - mean / padded[slowest].sum()))),
         neighbour_s=float(pass_on[slowest].sum()),
         expert_s=float(routed[slowest].sum()),
         flops=float(flops.sum()),
