@@ -65,6 +65,9 @@ _EVERY = 8
 _MARGIN = 1.04
 """A trainer is left out if it takes so much more at least."""
 
+_EQUAL = 0.0025
+"""What a step may take more than the fastest and is no slower: the plan's own error is larger."""
+
 _BUDGETS = (1.0, 1.5, 2.0, 4.0)
 """`actor.micro_batch_tokens`, in longest sequences."""
 
@@ -81,7 +84,8 @@ def plan_search_command(
     calibration: Annotated[Path | None, typer.Option(help="Constants, else the package's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
 ) -> None:
-    """Print the fastest plans for the config's GPUs, and the keys that make the first of it."""
+    """Print the fastest plans for the config's GPUs, and the keys that make the first of it. Of those within 0.25% of
+    the fastest the one with most memory to spare comes first."""
     loaded = load_config(config, overrides or [])
     if unknown := sorted(set(keep or []) - flatten_config(loaded).keys()):
         raise ConfigError(f"--keep {unknown[0]}: no key of a config; megatron-dapo check CONFIG.yaml prints all")
@@ -128,8 +132,8 @@ class _Servers:
 def search(
     case: Scenario, modes: Sequence[str] = (), *, keep: Collection[str] = (), best: int = 10, gpus: int = 0
 ) -> list[Plan]:
-    """The `best` plans, the fastest first; with less than `SPARE` of a GPU to spare only where nothing leaves that.
-    Empty: nothing fits.
+    """The `best` plans, the fastest first, of equals (`_EQUAL`) the one that leaves most memory, in GB; with less
+    than `SPARE` of a GPU to spare only where nothing leaves that. Empty: nothing fits.
 
     Args:
         modes: of `MODES`; none: the config's own.
@@ -141,9 +145,14 @@ def search(
     starts = [case.changed(MODES[mode]) for mode in modes] or [case]
     for spare in (SPARE * case.constants.gpu_memory, 0.0):
         if found := [one for start in starts for one in _fastest(start, gpus or case.gpus, spare, keep, best)]:
-            plans = (make_plan(one, filled=servers.filled) for one, servers in found)
-            return sorted(plans, key=lambda plan: plan.step.seconds if plan.step else math.inf)[:best]
+            plans = sorted((make_plan(one, filled=servers.filled) for one, servers in found), key=_seconds)
+            equal = [plan for plan in plans if _seconds(plan) <= (1 + _EQUAL) * _seconds(plans[0])]
+            return [*sorted(equal, key=lambda plan: -round(headroom(plan.case) / 1e9)), *plans[len(equal) :]][:best]
     return []
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.step.seconds if plan.step else math.inf
 
 
 def _fastest(

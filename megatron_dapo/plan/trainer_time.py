@@ -59,7 +59,7 @@ class PassTime:
     """Tokens on their way to experts and back."""
 
     data_s: float = 0.0
-    """Gradients and weights over data-parallel ranks, and the optimizer's own work."""
+    """Gradients and weights over data-parallel ranks, as far as nothing hides them, and the optimizer's own work."""
 
     flops: float = 0.0
     """Of the model, all ranks together, recomputation not counted."""
@@ -71,7 +71,7 @@ class PassTime:
 
     @property
     def exposed_s(self) -> float:
-        """All communication, and the optimizer's own work."""
+        """Communication that nothing hides, and the optimizer's own work."""
         return self.tensor_s + self.neighbour_s + self.expert_s + self.data_s
 
 
