@@ -42,7 +42,6 @@ from megatron_dapo.plan.planner import (
     make_plan,
     trainer_room,
 )
-from megatron_dapo.plan.rank_state import rank_state
 from megatron_dapo.plan.rollout import RolloutStep
 from megatron_dapo.plan.scenario import Changes, Scenario, load_calibration, model_dimensions
 from megatron_dapo.plan.step_plan import plan_step, rollouts
@@ -66,6 +65,9 @@ _EVERY = 8
 _MARGIN = 1.04
 """A trainer is left out if it takes so much more at least."""
 
+_EQUAL = 0.0025
+"""What a step may take more than the fastest and is no slower: the plan's own error is larger."""
+
 _BUDGETS = (1.0, 1.5, 2.0, 4.0)
 """`actor.micro_batch_tokens`, in longest sequences."""
 
@@ -82,7 +84,8 @@ def plan_search_command(
     calibration: Annotated[Path | None, typer.Option(help="Constants, else the package's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: bytes, seconds, tokens.")] = False,
 ) -> None:
-    """Print the fastest plans for the config's GPUs, and the keys that make the first of it."""
+    """Print the fastest plans for the config's GPUs, and the keys that make the first of it. Of those within 0.25% of
+    the fastest the one with most memory to spare comes first."""
     loaded = load_config(config, overrides or [])
     if unknown := sorted(set(keep or []) - flatten_config(loaded).keys()):
         raise ConfigError(f"--keep {unknown[0]}: no key of a config; megatron-dapo check CONFIG.yaml prints all")
@@ -129,8 +132,8 @@ class _Servers:
 def search(
     case: Scenario, modes: Sequence[str] = (), *, keep: Collection[str] = (), best: int = 10, gpus: int = 0
 ) -> list[Plan]:
-    """The `best` plans, the fastest first; with less than `SPARE` of a GPU to spare only where nothing leaves that.
-    Empty: nothing fits.
+    """The `best` plans, the fastest first, of equals (`_EQUAL`) the one that leaves most memory, in GB; with less
+    than `SPARE` of a GPU to spare only where nothing leaves that. Empty: nothing fits.
 
     Args:
         modes: of `MODES`; none: the config's own.
@@ -142,9 +145,14 @@ def search(
     starts = [case.changed(MODES[mode]) for mode in modes] or [case]
     for spare in (SPARE * case.constants.gpu_memory, 0.0):
         if found := [one for start in starts for one in _fastest(start, gpus or case.gpus, spare, keep, best)]:
-            plans = (make_plan(one, filled=servers.filled) for one, servers in found)
-            return sorted(plans, key=lambda plan: plan.step.seconds if plan.step else math.inf)[:best]
+            plans = sorted((make_plan(one, filled=servers.filled) for one, servers in found), key=_seconds)
+            equal = [plan for plan in plans if _seconds(plan) <= (1 + _EQUAL) * _seconds(plans[0])]
+            return [*sorted(equal, key=lambda plan: -round(headroom(plan.case) / 1e9)), *plans[len(equal) :]][:best]
     return []
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.step.seconds if plan.step else math.inf
 
 
 def _fastest(
@@ -299,11 +307,8 @@ def _floor(case: Scenario, servers: _Servers) -> float:
 
 def _estimate(case: Scenario, servers: _Servers) -> float:
     """Seconds of a step, the trainer's from the first rollout alone."""
-    actor = case.config.actor
-    states = (rank_state(case.hf, actor, case.config.model.dtype, stage=one) for one in range(actor.layout.pipeline))
-    state = max(states, key=lambda one: one.total)
     first, hidden = servers.filled[:1], case.config.run.mode == "async"
-    seconds = plan_step(case, server_memory(case), state, first, every=_EVERY).seconds
+    seconds = plan_step(case, first, every=_EVERY).seconds
     return seconds if hidden else seconds + servers.seconds - first[0].seconds
 
 

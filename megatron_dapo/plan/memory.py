@@ -5,9 +5,13 @@ attention, a fused SwiGLU and RMSNorm, no dropout. Per layer and token of a rank
 weights' type (t = tensor-parallel size; with sequence parallel the first term is divided by t too):
 
     none        4 h + ((heads + 2 groups) + (heads + groups) + heads) x head size / t + 3 ffn / t
-    core_attn   the same without the rotated queries and keys, (heads + groups) x head size / t: made again
+    layernorm   without h, the experts' input
+    core_attn   the same as none: Megatron keeps what attention gets, queries and keys after their rotation
     mlp         without the MLP's input after its norm, h, and without 3 ffn / t
+    moe         without what stands below in the place of 3 ffn / t
     full        h, and for the one layer that is being repeated what `none` has
+
+Where queries and keys are normalised (Qwen3), they are kept before that too: (heads + groups) x head size / t.
 
 In a mixture of experts a rank gets k x i tokens for each of its own (k experts a token, i: `Calibration.imbalance`),
 has f / e of an expert's ffn f (e: expert-tensor size), and E routing weights a token; instead of 3 ffn / t that is
@@ -25,7 +29,6 @@ stage keeps 2 (p - i - 1) + (v - 1) p + 1 chunks of layers.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import round_up
@@ -124,8 +127,7 @@ def activation_numbers(hf: HFModelConfig, actor: ActorConfig, recompute: Recompu
     if recompute == "full":
         return hf.hidden_size / whole
     again = recompute if isinstance(recompute, tuple) else ()
-    rotated = 0 if "core_attn" in again else heads + kv_heads
-    attention = (heads + 2 * kv_heads + rotated + heads) * head_dim
+    attention = (3 + hf.qk_norm) * (heads + kv_heads) * head_dim
     normed = 0.0 if {"mlp", "layernorm"}.intersection(again) else hf.hidden_size / whole
     mlp = 3.0 * hf.ffn_hidden_size
     if hf.experts is not None:
@@ -152,22 +154,23 @@ def _alive(case: Scenario, stage: int) -> float:
 def _rank_memory(case: Scenario, stage: int) -> RankMemory:
     hf, actor, layout, size = case.hf, case.config.actor, case.config.actor.layout, case.dtype_bytes
     state = rank_state(hf, actor, case.config.model.dtype, stage=stage)
-    resident = {name: float(value) for name, value in state.items().items()}
-    resident["framework"] = case.constants.framework_memory
+    resident: dict[str, float] = {**state.items(), "framework": case.constants.framework_memory}
     tokens, layers = row_tokens(case.config), hf.num_layers / layout.pipeline
     spare = 1 + case.constants.fragmentation
     alive, imbalance = _alive(case, stage), case.constants.imbalance(layout)
-    kept_of = partial(activation_numbers, hf, actor, imbalance=imbalance)
-    repeated, whole_again = tokens * size * kept_of("none"), repeated_layers(actor, layers)
-    numbers = whole_again * kept_of("full") + (layers - whole_again) * kept_of(actor.recompute)
-    kept = tokens * size * numbers * alive
+    whole_again = repeated_layers(actor, layers)
+
+    def kept_of(recompute: Recompute) -> float:
+        return tokens * size * activation_numbers(hf, actor, recompute, imbalance)
+
+    kept = alive * (whole_again * kept_of("full") + (layers - whole_again) * kept_of(actor.recompute))
     whole = hf.hidden_size * (2 if layout.sequence_parallel else 1)
     inside = float(hf.ffn_hidden_size)
     if hf.experts is not None:
         inside = 2 * hf.experts.top_k * imbalance * hf.hidden_size * layout.expert_tensor
-    layer = tokens * size * (whole + inside / layout.tensor)
+    layer = tokens * size * (whole + inside / layout.tensor) + kept_of("none")
     # Layers that are kept lie behind those that are repeated: backward has let go of them by then.
-    layer += repeated if whole_again >= layers else repeated - tokens * size * kept_of(actor.recompute)
+    layer -= kept_of(actor.recompute) if whole_again < layers else 0
     # The gradient of a weight with an adapter, and in float32 the part of it that is being taken.
     layer += max(adapted(hf, actor), default=0) * (size + 4)
     forward, update, items = {}, {}, {}
@@ -177,7 +180,7 @@ def _rank_memory(case: Scenario, stage: int) -> RankMemory:
             resident["gathered hidden states"] = float(tokens * size * hf.hidden_size)
         forward["logits and log-probs"] = _log_prob_bytes(case, tokens, backward=False)
         update["logits and log-probs"] = _log_prob_bytes(case, tokens, backward=True)
-    forward["activations"] = max(0.0, repeated - sum(forward.values())) * spare
+    forward["activations"] = max(0.0, kept_of("none") - sum(forward.values())) * spare
     update["a layer's backward"] = max(0.0, layer - sum(update.values())) * spare
     update["activations"] = kept * spare
     if rows := tokens * routing_bytes(case.config, hf):
@@ -300,16 +303,11 @@ def node_memory(case: Scenario, processes: int) -> float:
     return needed + writing * parts[CHECKPOINT_STATE] + first * parts[CHECKPOINT_WEIGHTS]
 
 
-def routing_of_batch(case: Scenario) -> float:
-    """Bytes of the experts of a batch's tokens, at most; 0 without `actor.routing_replay`."""
-    config = case.config
-    return batch_responses(config) * config.model.context_length * routing_bytes(config, case.hf)
-
-
 def disk_bytes(case: Scenario) -> float:
     """All that the run keeps on disk at once: weight versions, one more being written, checkpoints, export."""
-    run = case.config.run
-    # Groups that a checkpoint carries, at most about a batch.
-    carried = routing_of_batch(case) if case.config.algorithm.dynamic_sampling.max_staleness else 0
+    config, run = case.config, case.config.run
+    # Experts of the tokens of groups that a checkpoint carries, at most about a batch.
+    carried = routing_bytes(config, case.hf) if config.algorithm.dynamic_sampling.max_staleness else 0
+    carried *= batch_responses(config) * config.model.context_length
     versions = 3 if run.export_at_end else 2
     return versions * case.model_bytes + (run.keep_checkpoints + 1) * (case.checkpoint_bytes + carried)

@@ -5,17 +5,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from megatron_dapo.actor.model.hf_config import check_actor, check_blocks
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.actor_config import Recompute
 from megatron_dapo.plan.memory import PHASES, RankMemory, ServerMemory, host_memory, server_memory, trainer_memory
-from megatron_dapo.plan.rollout import RolloutStep
+from megatron_dapo.plan.rollout import RolloutStep, groups
 from megatron_dapo.plan.scenario import Scenario, share_gpus
 from megatron_dapo.plan.step_plan import StepPlan, plan_step, rollouts
 from megatron_dapo.plan.sync import server_bytes
+from megatron_dapo.plan.trainer_time import update_time
 
 SPARE = 0.05
 """Of a GPU: more than the figures here are off by (docs/measurements/symbolic.md)."""
+
+
+_PARTS: list[Recompute] = [("layernorm",), ("moe",), ("layernorm", "moe")]
+"""Of layers with experts; under routing replay the first alone (`check_actor`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +94,7 @@ def make_plan(case: Scenario, *, steps: int = 2, filled: Sequence[RolloutStep] =
     check_blocks(case.hf, case.config.rollout.quantization, parallel)
     nodes = 1 if case.config.rollout.urls else case.config.nodes_of_server(int(case.constants.gpus_per_node))
     ranks, server, misfits = trainer_memory(case), server_memory(case), find_misfits(case)
-    step = None
-    if not misfits:
-        state = max((rank.state for rank in ranks), key=lambda one: one.total)
-        step = plan_step(case, server, state, filled or rollouts(case, server, steps=steps))
+    step = None if misfits else plan_step(case, filled or rollouts(case, server, steps=steps))
     mean = (step.mean_length if step else min(workload.mean_response, workload.longest)) + workload.mean_prompt
     own_server, host = None if case.config.rollout.urls else server, host_memory(case, mean)
     return Plan(case=case, ranks=ranks, server=own_server, nodes=nodes, misfits=misfits, step=step, host=host)
@@ -118,23 +122,29 @@ def find_misfits(case: Scenario) -> list[Misfit]:
 
 def trainer_room(case: Scenario) -> dict[str, float]:
     """Bytes that a trainer rank may have, by phase."""
-    gpu, beside_server = case.constants.gpu_memory, 1 - case.config.rollout.memory_fraction
-    room = dict.fromkeys(PHASES, gpu * (beside_server if share_gpus(case.config) else 1))
-    if case.config.run.mode == "colocated":  # the server has left when the trainer works, but for its framework
-        room = dict.fromkeys(PHASES, gpu - case.constants.framework_memory) | {
-            "rollout": room["rollout"] - case.constants.framework_memory
-        }
-    return room
+    gpu, takes_turns = case.constants.gpu_memory, case.config.run.mode == "colocated"
+    beside = gpu * (1 - case.config.rollout.memory_fraction) if share_gpus(case.config) else gpu
+    # A server that takes turns has left when the trainer works, but for its framework.
+    stays = case.constants.framework_memory if takes_turns else 0.0
+    return dict.fromkeys(PHASES, (gpu if takes_turns else beside) - stays) | {"rollout": beside - stays}
 
 
 def least_recompute(case: Scenario) -> Recompute:
-    """What costs least of none, a number of layers and full, with which an update leaves `SPARE` of a GPU; full where
-    nothing does."""
+    """What costs an update least of none, a number of layers, full, and parts of every layer, with which it leaves
+    `SPARE` of a GPU; full where nothing does. Parts are those of layers of TransformerEngine."""
     layout, room = case.config.actor.layout, (1 - SPARE) * trainer_room(case)["update"]
     chunk = case.hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     amounts: list[Recompute] = ["none", *range(1, chunk), "full"]
+    parts: list[Recompute] = [("mlp",)]
+    parts = _PARTS[: 1 if case.config.actor.routing_replay else 3] if case.hf.experts else parts
+    lengths = np.array(next(groups(case.workload, seed=0)).lengths) + round(case.workload.mean_prompt)
 
     def fits(amount: Recompute) -> bool:
         return all(rank.peaks["update"] <= room for rank in trainer_memory(case.changed({"actor.recompute": amount})))
 
-    return amounts[min(bisect_left(amounts, True, key=fits), chunk)]
+    def seconds(amount: Recompute) -> float:
+        one = case.changed({"actor.recompute": amount})
+        return update_time(one, lengths, trainer_memory(one)[0].state).seconds
+
+    least = amounts[min(bisect_left(amounts, True, key=fits), chunk)]
+    return least if least == "none" else min([least, *filter(fits, parts)], key=seconds)

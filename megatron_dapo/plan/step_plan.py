@@ -16,7 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_dapo.plan.memory import ServerMemory
+from megatron_dapo.plan.memory import ServerMemory, server_memory, trainer_memory
 from megatron_dapo.plan.rank_state import StateBytes, expert_parameters
 from megatron_dapo.plan.rollout import Fleet, RolloutStep, fill_batches, groups, mean_running_context
 from megatron_dapo.plan.scenario import Scenario, share_gpus
@@ -98,18 +98,15 @@ def rollouts(case: Scenario, memory: ServerMemory, *, steps: int = 2, seed: int 
     return filled[WARM_STEPS:]
 
 
-def plan_step(
-    case: Scenario, memory: ServerMemory, state: StateBytes, filled: Sequence[RolloutStep], *, every: int = 1
-) -> StepPlan:
+def plan_step(case: Scenario, filled: Sequence[RolloutStep], *, every: int = 1) -> StepPlan:
     """Time of a rollout step in the long run.
 
     Args:
-        memory: of one GPU of a server.
-        state: of the fullest trainer rank.
         filled: as `rollouts` gives them: averaged.
         every: of so many parts of the log-probs, or optimizer steps, one is calculated and stands for all.
     """
     config, steps = case.config, len(filled)
+    state = max((rank.state for rank in trainer_memory(case)), key=lambda one: one.total)
     passes = [_passes(case, one.lengths, state, every) for one in filled]
     whole = [sum(part.seconds for part in parts) for parts, _ in passes]
     # The last part of the batch is known only at its end. A trainer that shares the servers' GPUs does all of it then,
@@ -131,7 +128,7 @@ def plan_step(
         optimizer_steps=len(updates) / steps,
         sync_s=sync_seconds(case),
         stopped_s=sync_seconds(case) / sends(case),
-        handover_s=handover_seconds(case, memory, state),
+        handover_s=handover_seconds(case, server_memory(case), state),
         overlaps=config.run.mode == "async",
         generated_tokens=fmean(one.tokens for one in filled),
         trained_tokens=lengths.sum() / steps,

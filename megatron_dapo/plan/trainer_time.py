@@ -13,7 +13,9 @@ forward and in backward; data-parallel ranks that share experts wait for each ot
 Context-parallel ranks pass keys and values around a ring, in backward their gradients too. A pipeline stage gives each
 row's activations to the next one, in backward their gradients to the one before, once a chunk.
 
-Nothing is assumed to overlap: all communication is added to the arithmetic.
+Of communication only that of data parallel overlaps with arithmetic, under `actor.overlap`: gradients are summed in
+the last micro-batch's backward, two thirds of its time, and weights gathered in the first one's forward, a third. What
+takes longer is added, and so is all other communication.
 """
 
 from dataclasses import dataclass, replace
@@ -57,7 +59,7 @@ class PassTime:
     """Tokens on their way to experts and back."""
 
     data_s: float = 0.0
-    """Gradients and weights over data-parallel ranks, and the optimizer's own work."""
+    """Gradients and weights over data-parallel ranks, as far as nothing hides them, and the optimizer's own work."""
 
     flops: float = 0.0
     """Of the model, all ranks together, recomputation not counted."""
@@ -69,7 +71,7 @@ class PassTime:
 
     @property
     def exposed_s(self) -> float:
-        """All communication, and the optimizer's own work."""
+        """Communication that nothing hides, and the optimizer's own work."""
         return self.tensor_s + self.neighbour_s + self.expert_s + self.data_s
 
 
@@ -116,8 +118,9 @@ def update_time(case: Scenario, lengths: np.ndarray, state: rank_state.StateByte
     again, more = recomputed(case.hf, case.config.actor, lengths)
     one = _pass(case, lengths, 3 * forward + again, more)
     recompute_s = (one.compute_s - one.padding_s) * float(again.sum() / (3 * forward + again).sum())
-    own = {"recompute_s": recompute_s, "data_s": _data_seconds(case, state), "flops": float(3 * forward.sum())}
-    return replace(one, **own)
+    _, count = _micro_batches(lengths.tobytes(), case.hf.hidden_size, _packed_alike(case.config.actor))
+    data_s = _data_seconds(case, state, one.compute_s * case.config.actor.layout.data / count)
+    return replace(one, recompute_s=recompute_s, data_s=data_s, flops=float(3 * forward.sum()))
 
 
 def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | None = None) -> PassTime:
@@ -129,7 +132,6 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     if more is not None:
         times, exchanges, heads, efficiency = 3 + more, 2 + more, 4, case.constants.train_efficiency
     places, count = _micro_batches(lengths.tobytes(), hf.hidden_size, _packed_alike(case.config.actor))
-    split = layout.tensor * layout.pipeline * layout.context
     work = np.bincount(places, flops, count).reshape(layout.data, -1)
     tokens = np.bincount(places, lengths, count).reshape(layout.data, -1)
     mean = work.sum() / layout.data
@@ -139,7 +141,7 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
     padded = work
     work = work + tokens * times * slow_flops(hf, layout, case.constants)
     work = work + tokens * min(times, 3) * 2 * hf.vocab_size * hf.hidden_size * (layout.pipeline - 1)  # not made again
-    compute = work / (split * case.constants.peak_flops * efficiency)
+    compute = work * layout.data / (layout.world_size * case.constants.peak_flops * efficiency)
     touched = case.dtype_bytes * exchanges + (2 * rank_state.GRADIENT_BYTES if times > 1 else 0)
     compute += rank_state.stage_experts(hf, layout) * touched / case.constants.memory_bandwidth
     head = 2 * case.head_parameters * heads / (layout.tensor * layout.context)
@@ -160,7 +162,7 @@ def _pass(case: Scenario, lengths: np.ndarray, flops: np.ndarray, more: float | 
         compute_s=float(compute[slowest].sum()),
         bubble_s=float(waiting * together[slowest].mean()),
         tensor_s=float(reduce[slowest].sum()),
-        padding_s=float(compute[slowest].sum() * (1 - mean / padded[slowest].sum())),
+        padding_s=max(0.0, float(compute[slowest].sum() * (1 - mean / padded[slowest].sum()))),
         neighbour_s=float(pass_on[slowest].sum()),
         expert_s=float(routed[slowest].sum()),
         flops=float(flops.sum()),
@@ -221,20 +223,22 @@ def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibra
     return 2 * experts.top_k * constants.imbalance(layout) / layout.tensor * hf.hidden_size * _BYTES * seconds
 
 
-def _data_seconds(case: Scenario, state: rank_state.StateBytes) -> float:
+def _data_seconds(case: Scenario, state: rank_state.StateBytes, micro_batch_s: float) -> float:
     """Reduce gradients in float32, step, gather weights; over data- and context-parallel ranks, of experts over those
-    that hold the same."""
+    that hold the same. Without what a micro-batch of `micro_batch_s` hides."""
     actor, layout, constants = case.config.actor, case.config.actor.layout, case.constants
     experts = rank_state.apart_parameters(case.hf, layout) * rank_state.GRADIENT_BYTES / max(1, state.gradients)
-    moved_s, gathered = 0.0, state.gradients if actor.lora.rank else state.parameters
+    reduce_s, gather_s, gathered = 0.0, 0.0, state.gradients if actor.lora.rank else state.parameters
     for part, ranks, each in (
         (1 - experts, layout.data * layout.context, layout.tensor),
         (experts, layout.expert_replicas, layout.expert * layout.expert_tensor),
     ):
         share = part * (ranks - 1) / ranks / constants.link(ranks * each)
         # An all-reduce moves twice what a reduce-scatter does.
-        moved_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
-        moved_s += share * gathered if actor.optimizer.distributed else 0
+        reduce_s += share * state.gradients * (1 if actor.optimizer.distributed else 2)
+        gather_s += share * gathered if actor.optimizer.distributed else 0
+    hides_s = 0 if actor.overlap is False or actor.lora.rank else micro_batch_s
+    moved_s = max(0.0, reduce_s - hides_s * 2 / 3) + max(0.0, gather_s - hides_s / 3)
     # Adam reads gradient, master weight and both moments and writes the last three and the weight.
     touched = 2 * (state.master_weights + state.moments) + state.gradients + state.parameters
     # Moments and master weights that live in host memory come and go with every step.

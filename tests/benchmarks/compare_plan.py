@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from megatron_dapo.config import load_config
-from megatron_dapo.plan.memory import server_memory, trainer_memory
+from megatron_dapo.plan.memory import server_memory
 from megatron_dapo.plan.scenario import BUILT_IN, Calibration, Scenario, changed, load_calibration
 from megatron_dapo.plan.step_plan import plan_step, rollouts
 
@@ -78,11 +78,11 @@ def modelled_seconds(published: Published, constants: Calibration) -> tuple[floa
         },
     )
     case = Scenario(config, BUILT_IN[published.model], constants)
-    memory, state = server_memory(case), trainer_memory(case)[0].state
+    memory = server_memory(case)
     generated = case.changed({"algorithm.prompts_per_step": published.prompts})
     trained = case.changed({"algorithm.prompts_per_step": published.trained_responses // published.group})
     [rollout] = rollouts(generated, memory, steps=1)
-    train = plan_step(trained, memory, state, rollouts(trained, memory, steps=1))
+    train = plan_step(trained, rollouts(trained, memory, steps=1))
     return rollout.seconds, train.log_prob_s, train.update_s
 
 

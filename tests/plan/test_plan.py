@@ -1,10 +1,13 @@
 """Whole plans: every recipe, what does not fit and what is said then."""
 
 import dataclasses
+import itertools
 import json
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -12,8 +15,11 @@ from megatron_dapo.cli.main import app
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.plan.memory import trainer_memory
 from megatron_dapo.plan.planner import least_recompute, make_plan
+from megatron_dapo.plan.rollout import groups
 from megatron_dapo.plan.scenario import BUILT_IN, Scenario, changed, model_dimensions
-from tests.plan.conftest import RECIPES
+from megatron_dapo.plan.trainer_time import update_time
+from tests.plan.conftest import MIXTURES, RECIPES
+from tools.plan_search import possible
 
 FITTING = {
     "h100_16_colocated": 16,
@@ -61,16 +67,36 @@ def test_one_without_a_layout_does_not(recipe, constants):
     assert {misfit.part for misfit in plan.misfits} == {"trainer", "server"}
 
 
-def test_the_least_recompute_is_the_first_amount_that_leaves_the_spare_part(constants):
-    config, hf = load_config(RECIPES / "h100_32.yaml"), BUILT_IN["Qwen2.5-32B"]
-    for gpu_memory in (150e9, 80e9, 60e9, 30e9):
-        case = Scenario(config, hf, dataclasses.replace(constants, gpu_memory=gpu_memory))
-        leaves = []
-        for amount in ("none", *range(1, 32), "full"):
-            ranks = trainer_memory(case.changed({"actor.recompute": amount}))
-            if max(rank.peaks["update"] for rank in ranks) <= 0.95 * gpu_memory:
-                leaves.append(amount)
-        assert least_recompute(case) == [*leaves, "full"][0]
+@pytest.mark.parametrize(
+    ("file", "gpu_memory", "least"),
+    [
+        (RECIPES / "h100_32.yaml", 150e9, "none"),
+        (RECIPES / "h100_32.yaml", 60e9, 6),
+        (RECIPES / "h100_32.yaml", 20e9, "full"),
+        (RECIPES / "h100_16.yaml", 48e9, ("mlp",)),
+        (MIXTURES / "h100_16.yaml", 80e9, ("layernorm",)),
+        (MIXTURES / "h100_16.yaml", 78e9, 3),
+    ],
+    ids=str,
+)
+def test_the_least_recompute_is_the_fastest_that_leaves_the_spare_part(file, gpu_memory, least, constants):
+    """Of all that can be set, tried one by one, in the time of a mini-batch."""
+    config = load_config(file)
+    case = Scenario(
+        config, model_dimensions(config.model.path)[0], dataclasses.replace(constants, gpu_memory=gpu_memory)
+    )
+    drawn = groups(case.workload, seed=3)
+    lengths = np.array([length for _ in range(32) for length in next(drawn).lengths])
+    layers = case.hf.num_layers // config.actor.layout.pipeline
+    parts = [part for size in (1, 2) for part in itertools.combinations(("mlp", "moe", "layernorm"), size)]
+    seconds = {}
+    for amount in ("none", *range(1, layers), *parts, "full"):
+        one = case.changed({"actor.recompute": amount})
+        if possible(one):
+            ranks = trainer_memory(one)
+            if amount == "full" or max(rank.peaks["update"] for rank in ranks) <= 0.95 * gpu_memory:
+                seconds[amount] = update_time(one, lengths, ranks[0].state).seconds
+    assert least_recompute(case) == least == min(seconds, key=seconds.get)
 
 
 def test_an_output_layer_in_float32_costs_time_on_both_sides_and_memory_on_the_servers(constants):
@@ -135,6 +161,18 @@ def test_the_command_prints_tables_or_json():
     tree = json.loads(CliRunner().invoke(app, ["plan", recipe, "--json", "actor.recompute=full"]).stdout)
     assert tree["fits"]
     assert tree["step"]["gpu_hours"] > 0
+
+
+@pytest.mark.parametrize("file", [RECIPES / "h100_128.yaml", MIXTURES / "h100_16_colocated.yaml"], ids=str)
+def test_the_parts_that_are_printed_add_up(file):
+    """An update's to its seconds, the phases to the step's; the tail is a part of the rollout."""
+    text = CliRunner().invoke(app, ["plan", str(file)]).stdout
+    rows = dict(re.findall(r"^(rollout|log-probs|update|weight sync|handover|all) +(\d+)  ", text, re.MULTILINE))
+    assert sum(int(value) for name, value in rows.items() if name != "all") == pytest.approx(int(rows["all"]), abs=3)
+    steps, parts = re.search(r"(\d+) x \((arithmetic .*? s)\)", text, re.DOTALL).groups()
+    assert "recompute" in parts
+    seconds = [float(value) for value in re.findall(r" (\d+\.\d\d)\b", parts)]
+    assert int(steps) * sum(seconds) == pytest.approx(int(rows["update"]), abs=2)
 
 
 def test_a_model_that_cpus_train_is_planned_for_gpus_and_the_plan_says_so():

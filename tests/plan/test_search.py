@@ -71,8 +71,14 @@ def test_nothing_that_is_tried_one_by_one_is_faster(constants):
     case = scenario(RECIPES / "qwen2.5_7b_8gpu.yaml", tight, **changes)
     assert case.gpus == 6
     found = search(case)
-    assert found[0].step.seconds <= 1.001 * one_by_one(case, range(1, 6), 6)
-    assert [plan.step.seconds for plan in found] == sorted(plan.step.seconds for plan in found)
+    fastest = min(plan.step.seconds for plan in found)
+    assert fastest <= 1.001 * one_by_one(case, range(1, 6), 6)
+    equal = [plan for plan in found if plan.step.seconds <= 1.0025 * fastest]
+    rest = [plan.step.seconds for plan in found[len(equal) :]]
+    assert found[: len(equal)] == sorted(equal, key=lambda plan: -round(headroom(plan.case) / 1e9)), (
+        "most memory to spare first"
+    )
+    assert rest == sorted(rest)
     for plan in found:
         assert plan.step.gpus == 6
         assert plan.step.seconds == make_plan(plan.case).step.seconds, "what `plan` says of it"
@@ -88,7 +94,8 @@ def test_other_modes_and_what_is_kept(constants):
         assert possible(plan.case)
         assert plan.case.config.actor.layout.world_size == plan.step.gpus == 8
     every = search(case, tuple(found), best=3)
-    assert every[0].step.seconds == min(plans[0].step.seconds for plans in found.values())
+    fastest = (min(plan.step.seconds for plan in plans) for plans in found.values())
+    assert min(plan.step.seconds for plan in every) == min(fastest)
     for plan in search(case, keep=("actor.layout.tensor", "rollout.servers"), best=3):
         assert plan.case.config.actor.layout.tensor == 4
         assert plan.case.config.rollout.servers == case.config.rollout.servers
@@ -140,14 +147,12 @@ NAMES = [f"{file.parent.name}/{file.stem}" for folder in (RECIPES, MIXTURES) for
     ],
 )
 def test_a_recipe_is_the_best_that_the_search_finds(name, constants):
-    """Within 1%, so that the plainer of two equals may be shipped. The dense ones have no context parallelism: the
-    trace of their CUDA path (tests/symbolic) cannot follow it. With it they would be at most 4% faster."""
+    """The dense ones have no context parallelism: the trace of their CUDA path (tests/symbolic) cannot follow it. With
+    it they would be at most 3% faster."""
     case = scenario(RECIPES.parent / f"{name}.yaml", constants)
     dense = case.hf.experts is None
-    own = make_plan(case)
-    [best] = search(case, keep=("actor.layout.context",) if dense else (), best=1)
-    assert own.step.seconds <= 1.01 * best.step.seconds
-    assert headroom(case) >= min(SPARE * constants.gpu_memory, headroom(best.case))
+    best, *_ = search(case, keep=("actor.layout.context",) if dense else ())
+    assert case.config == best.case.config
     assert case.config.actor.layout.context == 1 or not dense
 
 

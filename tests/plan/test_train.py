@@ -123,9 +123,25 @@ def test_what_is_recomputed_and_padded_is_a_part_of_the_arithmetic(free):
 
 def test_data_parallel_moves_gradients_and_weights_once(constants):
     state = StateBytes(parameters=2 * 10**9, gradients=4 * 10**9, master_weights=0, moments=0)
-    one = update_time(case(constants, tensor=8, data=2), EQUAL[:2] // 8, state)
+    apart = case(constants, tensor=8, data=2).changed({"actor.overlap": False})
+    one = update_time(apart, EQUAL[:2] // 8, state)
     link = constants.network_bandwidth * constants.communication_efficiency
     assert one.data_s == pytest.approx(3e9 / link + 6e9 / constants.memory_bandwidth)
+
+
+@pytest.mark.parametrize("billions", [1, 600])
+def test_overlap_hides_gradients_behind_one_backward_and_weights_behind_one_forward(billions, constants):
+    """Four micro-batches a rank. A few gigabytes hide, of very many a part."""
+    state = StateBytes(parameters=billions * 10**9, gradients=2 * billions * 10**9, master_weights=0, moments=0)
+    usual = case(constants, tensor=2, data=2)
+    together, apart = (update_time(usual.changed({"actor.overlap": told}), EQUAL, state) for told in (None, False))
+    link, micro_batch_s = constants.nvlink_bandwidth * constants.communication_efficiency, together.compute_s / 4
+    gradients_s, weights_s = (billions * share * 1e9 / 2 / link for share in (2, 1))
+    hidden = min(gradients_s, micro_batch_s * 2 / 3) + min(weights_s, micro_batch_s / 3)
+    assert apart.data_s - together.data_s == pytest.approx(hidden)
+    assert (hidden < gradients_s + weights_s) == (billions == 600)
+    adapters = usual.changed({"actor.lora.rank": 8})
+    assert update_time(adapters, EQUAL, state) == update_time(adapters.changed({"actor.overlap": False}), EQUAL, state)
 
 
 def test_a_step_on_the_cpu_shares_its_threads_and_moves_gradients_and_weights(constants):
@@ -225,7 +241,7 @@ def test_gradients_of_experts_are_summed_over_fewer_ranks(constants):
     layout = {"data": 16, "expert": 8}
     experts = 48 * 128 // 8 * EXPERT
     state = StateBytes(parameters=2 * 4 * experts, gradients=4 * 4 * experts, master_weights=0, moments=0)
-    one = update_time(mixture(constants, **layout), np.full(16, 100), state)
+    one = update_time(mixture(constants, **layout).changed({"actor.overlap": False}), np.full(16, 100), state)
     link = constants.network_bandwidth * constants.communication_efficiency
     moved = 6 * (3 * experts * 15 / 16 + experts * 1 / 2)
     assert one.data_s == pytest.approx(moved / link + 6 * 4 * experts / constants.memory_bandwidth)

@@ -41,7 +41,7 @@ def test_local_layers_agree_too() -> None:
 
 def test_the_command_on_all_ranks_finds_no_fault(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["actor.layout.tensor=1", "actor.layout.pipeline=2", "actor.layout.data=2"]
-    overrides = [*layout, "actor.layout.sequence_parallel=false", f"model.path={tiny}"]
+    overrides = [*layout, "actor.layout.sequence_parallel=false", "actor.recompute=none", f"model.path={tiny}"]
     recipe = FOLDER / "qwen2.5_7b_8gpu.yaml"
     code = report(recipe, overrides, ranks="all", layers="te", jobs=2)
     told = capsys.readouterr().out
