@@ -96,7 +96,10 @@ def test_processes_play_the_same_episodes_as_the_coordinator(local_ray, text, ta
     assert (counted, running, calls) == (tokens, 0, 3 * GROUP * TURNS)
 
 
-@pytest.mark.parametrize("on_publish", ["restart", "recompute", "keep"])
+@pytest.mark.parametrize(
+    "on_publish",
+    ["restart", pytest.param("recompute", marks=pytest.mark.slow), pytest.param("keep", marks=pytest.mark.slow)],
+)
 def test_a_publish_waits_for_no_environment_and_asks_none_twice(local_ray, text, talk, weights, on_publish):
     async def test():
         async with place(text, talk, processes=2, on_publish=on_publish) as there:
@@ -125,7 +128,10 @@ def test_a_publish_waits_for_no_environment_and_asks_none_twice(local_ray, text,
     run(test)
 
 
-@pytest.mark.parametrize("on_publish", ["restart", "recompute", "keep"])
+@pytest.mark.parametrize(
+    "on_publish",
+    [pytest.param("restart", marks=pytest.mark.slow), pytest.param("recompute", marks=pytest.mark.slow), "keep"],
+)
 def test_what_a_server_draws_is_interrupted_and_goes_on_with_the_new_weights(
     local_ray, text, talk, weights, on_publish
 ):
@@ -189,7 +195,7 @@ async def process_of(clients):
     return psutil.Process(await host.__ray_call__.remote(lambda self: os.getpid()))
 
 
-@pytest.mark.parametrize("on_publish", ["restart", "recompute"])
+@pytest.mark.parametrize("on_publish", [pytest.param("restart", marks=pytest.mark.slow), "recompute"])
 def test_a_process_that_hangs_ends_no_server_in_a_publish(local_ray, text, talk, weights, monkeypatch, on_publish):
     monkeypatch.setattr(clients_module, "STOP_S", 0.5)
 
@@ -281,7 +287,7 @@ def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_
     run(test)
 
 
-@pytest.mark.parametrize("end", ["dies", "hangs"])
+@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_play_goes_on_at_another_server_with_what_the_lost_one_streamed(local_ray, text, talk, end):
     async def test():
         async with place(text, talk, processes=2, seconds=0.1) as there:

@@ -172,7 +172,7 @@ def test_the_command_prints_what_to_paste_and_its_json_makes_that_plan():
     assert sum(best["update_s"].values()) == pytest.approx(planned["step"]["update_s"])
 
 
-@pytest.mark.parametrize("name", ["paper", "verl"])
+@pytest.mark.parametrize("name", ["paper", pytest.param("verl", marks=pytest.mark.slow)])
 def test_where_nothing_fits_twice_as_many_gpus_are_searched(name):
     """One without a layout, one GPU's: `plan` says what does not fit, the search what does."""
     file = str(RECIPES / f"{name}.yaml")
@@ -195,10 +195,14 @@ def test_less_memory_and_a_cache_that_was_set_too_small():
     assert CliRunner().invoke(app, ["plan", file, *small, *pasted]).exit_code == 0
 
 
-def test_what_cannot_be_searched_is_said():
+@pytest.mark.slow
+def test_where_no_number_of_gpus_is_enough_it_is_said():
     nothing = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layout.tensor", "--keep", "actor.layout.pipeline")
     assert nothing.exit_code == 2
     assert "Nothing fits 1 to 1024 GPUs" in nothing.stdout
+
+
+def test_an_unknown_key_to_keep_is_named():
     unknown = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layouts").exception
     assert isinstance(unknown, ConfigError)
     assert "--keep actor.layouts" in str(unknown)

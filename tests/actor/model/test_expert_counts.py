@@ -20,10 +20,10 @@ from tests.actor.tiny import FAMILIES, MIXTURE, load_reference, save_tiny
 
 LAYOUTS = [
     {},
-    {"data": 2, "expert": 2},
     TENSOR | {"expert": 2},
     {"context": 2, "expert": 2},
-    {"pipeline": 2},
+    pytest.param({"data": 2, "expert": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2}, marks=pytest.mark.slow),
     {"pipeline": 2, "virtual_pipeline": 2},
     pytest.param({"data": 2}, marks=pytest.mark.slow),
     pytest.param(TENSOR | {"expert_tensor": 2}, marks=pytest.mark.slow),
