@@ -50,15 +50,14 @@ def log_probs_of(place: RankPlace, folder: Path, layout: dict[str, Any], data: C
     return actor.log_probs(data.responses, mini_batch(data, config).plan, TEMPERATURE)
 
 
-LAYOUTS = [{"tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"context": 2}]
-MORE = [{}, {"pipeline": 2}, {"data": 2}]
+LAYOUTS = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}, {"context": 2}]
 
 
 def size(layout: dict[str, Any]) -> int:
     return int(np.prod([layout.get(name, 1) for name in ("tensor", "pipeline", "context", "data")]))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_log_probs_come_back_in_the_order_of_the_responses(gloo, layout, model, data):
     results = gloo(size(layout), log_probs_of, model, layout, data)
     assert isinstance(results[0], LogProbs)
@@ -124,10 +123,10 @@ def reference_steps(
 @pytest.mark.parametrize(
     ("layout", "distributed"),
     [
-        pytest.param({}, True, marks=pytest.mark.slow),
-        pytest.param({}, False, marks=pytest.mark.slow),
+        ({}, True),
+        ({}, False),
         ({"data": 2}, True),
-        pytest.param({"data": 2}, False, marks=pytest.mark.slow),
+        ({"data": 2}, False),
         ({"tensor": 2}, True),
         ({"pipeline": 2}, False),
     ],
@@ -151,8 +150,8 @@ def test_three_steps_are_those_of_adamw(gloo, layout, distributed, model, data, 
     [
         {"tensor": 2, "sequence_parallel": True},
         {"pipeline": 2, "virtual_pipeline": 2},
-        pytest.param({"data": 2}, marks=pytest.mark.slow),
-        pytest.param({"context": 2}, marks=pytest.mark.slow),
+        {"data": 2},
+        {"context": 2},
     ],
     ids=str,
 )
@@ -204,7 +203,7 @@ def small_steps_in_bfloat16(place: RankPlace, folder: Path, data: Columns, distr
     return distances
 
 
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("distributed", [True, False])
 def test_bfloat16_keeps_float32_master_weights(gloo, distributed, model, data):
     """Steps of 2e-6 are far below bfloat16's resolution of weights near 0.1, 5e-4: rounded each time, nothing moves."""
     first, second = gloo(1, small_steps_in_bfloat16, model, data, distributed)[0]
@@ -260,15 +259,7 @@ def poisoned_update(place: RankPlace, folder: Path, layout: dict[str, Any], data
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipeline": 2},
-        pytest.param({"data": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [{"pipeline": 2}, {"data": 2}, {"tensor": 2}], ids=str)
 def test_a_non_finite_gradient_stops_all_ranks_and_names_it(gloo, layout, model, data, tmp_path):
     messages = gloo(2, poisoned_update, model, layout, data, tmp_path / "out", "gradient")
     assert messages[0] == messages[1]

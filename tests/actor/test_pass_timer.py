@@ -38,11 +38,7 @@ def timed_update(place: RankPlace, folder: Path, layout: dict[str, Any], data: C
     return reports, clock.times(), actor.time_tensor_parallel(16), len(batch.plan.micro_batches[0])
 
 
-LAYOUTS = [
-    {"tensor": 2},
-    {"pipeline": 2, "virtual_pipeline": 2},
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"pipeline": 2}, {"data": 2})),
-]
+LAYOUTS = [{}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -70,7 +66,7 @@ def test_every_pass_of_every_rank_is_seen_in_its_place(gloo, layout, model, data
             assert (probe["ranks"], probe["seconds"] > 0) == (2, True)
 
 
-@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.slow), {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}], ids=str)
 def test_a_timed_update_is_the_same_update(gloo, layout, model, data):
     ranks = layout.get("tensor", 1)
     plain = gloo(ranks, timed_update, model, layout, data, False)[0][0]

@@ -125,14 +125,14 @@ def test_the_gradient_does_not_depend_on_the_layout_of_four(gloo, layout, one_pr
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"micro_batch_tokens": 10_000}, marks=pytest.mark.slow),
+        {"micro_batch_tokens": 10_000},
         {"micro_batch_tokens": 1},
-        pytest.param({"logprob_chunk_tokens": None}, marks=pytest.mark.slow),
+        {"logprob_chunk_tokens": None},
         {"recompute": "full"},
-        pytest.param({"recompute": 2}, marks=pytest.mark.slow),
+        {"recompute": 2},
         {"recompute": ["mlp", "core_attn"]},
         {"fused_linear_log_prob": True},
-        pytest.param({"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
+        {"optimizer": {"distributed": False}},
     ],
     ids=str,
 )
@@ -198,7 +198,7 @@ def output_and_gradient(place: RankPlace, folder: Path, data: Columns, layout: d
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [
-        pytest.param({}, False, marks=pytest.mark.slow),
+        ({}, False),
         ({"tensor": 2}, True),
         pytest.param({"tensor": 2, "sequence_parallel": True}, False, marks=pytest.mark.slow),
         pytest.param({"pipeline": 2}, True, marks=pytest.mark.slow),
@@ -264,16 +264,8 @@ def test_a_rank_without_responses_does_no_harm(gloo, layout, model, data):
     assert max(errors.values()) < 5e-6, errors
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("llama", {"tensor": 2, "sequence_parallel": True}),
-        ("qwen3", {"pipeline": 2}),
-        pytest.param("qwen3", {"tensor": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
-        pytest.param("llama", {"pipeline": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("layout", [{"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=str)
 def test_other_families_and_tied_weights(gloo, tmp_path, family, layout):
     folder = save_tiny(tmp_path, family, tied=True)
     data = columns(folder)
@@ -299,7 +291,7 @@ def full_reference(folder: Path, data: Columns) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.slow), {"context": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"context": 2}, {"tensor": 2}], ids=str)
 def test_every_term_of_the_objective(gloo, layout, model, data):
     """Correction, dual clip, entropy bonus, and KL of whole responses, which context parallelism cuts in two."""
     got = gloo(size(layout), gradients_of, model, layout, data, FULL, ())[0]
