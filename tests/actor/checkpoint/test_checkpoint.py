@@ -81,7 +81,7 @@ def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
         pytest.param({"tensor": 2}, {}, {}, marks=pytest.mark.slow),
         ({}, {"tensor": 2, "sequence_parallel": True}, {}),
         ({"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}, {}),
-        ({"context": 2}, {"tensor": 2}, {"optimizer": {"distributed": False}}),
+        pytest.param({"context": 2}, {"tensor": 2}, {"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -91,6 +91,7 @@ def test_a_checkpoint_loads_at_another_layout(gloo, written, read, options, mode
     np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_with_and_without_the_fused_output_layer(gloo, model, data, tmp_path):
     fused = {"actor": {"fused_linear_log_prob": True}}
     without_break = gloo(2, saving, model, {"pipeline": 2}, data, fused, tmp_path / "fused")[0]

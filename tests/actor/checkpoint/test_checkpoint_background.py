@@ -89,7 +89,7 @@ def saving_beside(place, folder, layout, data, options, target):
         pytest.param({}, {}, marks=pytest.mark.slow),
         pytest.param({}, {"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
         ({"data": 2}, {"dtype": "bfloat16"}),
-        ({"tensor": 2}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}),
+        pytest.param({"tensor": 2}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         ({"pipeline": 2, "virtual_pipeline": 2}, {}),
         ({"data": 2}, {"actor": {"offload": OffloadConfig(between_phases="all")}}),
     ],
