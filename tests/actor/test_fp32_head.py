@@ -107,7 +107,9 @@ def check_head(seen: int, worst: dict[str, float]) -> None:
     assert all((error > 0) == (seen > 0) for error in worst.values()), "all were looked at"
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own weight", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, id="own weight", marks=pytest.mark.slow), pytest.param(True, id="tied")]
+)
 def test_values_and_gradients_of_the_head_are_float64s(gloo, tmp_path, tied):
     folder = save_tiny(tmp_path, "qwen3", tied=tied)
     data, log_probs = columns(folder), []

@@ -107,10 +107,10 @@ def wanted_gradient(folder: Path, data: Columns, adapter: Path, scale: float) ->
 @pytest.mark.parametrize(
     ("layout", "lora", "fields"),
     [
-        ({}, LORA, {}),
+        pytest.param({}, LORA, {}, marks=pytest.mark.slow),
         ({}, SOME, {"recompute": "full"}),
         ({}, LORA, {"recompute": ["core_attn"], "fused_linear_log_prob": True, "optimizer": {"distributed": False}}),
-        ({"tensor": 2}, LORA, {}),
+        pytest.param({"tensor": 2}, LORA, {}, marks=pytest.mark.slow),
         ({"tensor": 2, "sequence_parallel": True}, SOME, {}),
         ({"tensor": 2, "sequence_parallel": True}, LORA, {"recompute": "full", "micro_batch_tokens": 1}),
         ({"pipeline": 2}, LORA, {"recompute": "full"}),
@@ -173,7 +173,7 @@ def equal_files(one: Path, other: Path) -> bool:
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        ({}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}),
+        pytest.param({}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         ({"tensor": 2, "sequence_parallel": True}, {"offload": "all"}),
         ({"data": 2}, {"dtype": "bfloat16"}),
         pytest.param({"pipeline": 2, "virtual_pipeline": 2}, {}, marks=pytest.mark.slow),

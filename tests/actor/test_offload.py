@@ -87,8 +87,8 @@ def away_and_back(place: RankPlace, folder: Path, data: Columns, dtype: str, lay
 @pytest.mark.parametrize(
     ("dtype", "layout", "distributed"),
     [
-        ("bfloat16", {}, True),
-        ("float32", {}, False),
+        pytest.param("bfloat16", {}, True, marks=pytest.mark.slow),
+        pytest.param("float32", {}, False, marks=pytest.mark.slow),
         ("float32", {"data": 2}, True),
         ("bfloat16", {"tensor": 2}, True),
     ],

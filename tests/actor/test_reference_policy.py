@@ -26,7 +26,11 @@ def run(place: RankPlace, folder: Path, layout: dict[str, Any], look: bool) -> l
     return results
 
 
-@pytest.mark.parametrize("layout", [{}, pytest.param({"tensor": 2}, marks=pytest.mark.slow), {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({}, marks=pytest.mark.slow), pytest.param({"tensor": 2}, marks=pytest.mark.slow), {"data": 2}],
+    ids=str,
+)
 def test_the_reference_stays_and_training_does_not_notice(gloo, layout, tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen3", tied=True)
     ranks = int(np.prod([*layout.values(), 1]))
@@ -67,7 +71,12 @@ def reset(place: RankPlace, folder: Path, layout: dict[str, Any], distributed: b
 
 
 @pytest.mark.parametrize(
-    ("layout", "distributed"), [({}, False), ({"tensor": 2}, False), ({"data": 2}, True)], ids=["one", "TP2", "DP2"]
+    ("layout", "distributed"),
+    [
+        pytest.param({}, False, id="one", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, False, id="TP2"),
+        pytest.param({"data": 2}, True, id="DP2"),
+    ],
 )
 def test_a_reset_makes_the_present_weights_the_reference_and_can_be_resumed(gloo, layout, distributed, tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen3", tied=True)

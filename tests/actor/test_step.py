@@ -200,8 +200,8 @@ def output_and_gradient(place: RankPlace, folder: Path, data: Columns, layout: d
     [
         ({}, False),
         ({"tensor": 2}, True),
-        ({"tensor": 2, "sequence_parallel": True}, False),
-        ({"pipeline": 2}, True),
+        pytest.param({"tensor": 2, "sequence_parallel": True}, False, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2}, True, marks=pytest.mark.slow),
         ({"context": 2}, False),
     ],
     ids=str,

@@ -29,10 +29,30 @@ main.main()
 """
 
 
-@pytest.mark.parametrize("blocked", [set(), {2, 15}], ids=["", "in another thread"])
-@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("ending_s", "code"), [(0.1, ExitCode.CONTINUE), (100, ExitCode.INTERRUPTED)])
-def test_the_first_signal_ends_it_in_order_and_the_second_at_once(word, ending_s, code, blocked):
+ONE, TWO = (0.1, ExitCode.CONTINUE), (100, ExitCode.INTERRUPTED)
+HERE, ELSEWHERE = set(), {2, 15}
+
+
+@pytest.mark.parametrize(
+    ("word", "signals", "blocked"),
+    [
+        pytest.param(signal.SIGINT, ONE, HERE, id="SIGINT"),
+        pytest.param(signal.SIGINT, TWO, ELSEWHERE, id="SIGINT twice in another thread"),
+        pytest.param(signal.SIGTERM, ONE, ELSEWHERE, id="SIGTERM in another thread"),
+        pytest.param(signal.SIGTERM, TWO, HERE, id="SIGTERM twice"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (signal.SIGINT, ONE, ELSEWHERE),
+                (signal.SIGINT, TWO, HERE),
+                (signal.SIGTERM, ONE, HERE),
+                (signal.SIGTERM, TWO, ELSEWHERE),
+            )
+        ),
+    ],
+)
+def test_the_first_signal_ends_it_in_order_and_the_second_at_once(word, signals, blocked):
+    ending_s, code = signals
     program = PROGRAM.replace("ENDING_S", str(ending_s)).replace("BLOCKED", str(blocked))
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -75,7 +75,7 @@ class Written:
         self.folders = [fp8_folder(folder) for folder in self.given]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", MIXTURE])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", MIXTURE])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -93,7 +93,7 @@ def loaded_by_sglang(written: Written, ranks: int, rank: int) -> list[dict[str, 
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"loaded"')]
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("ranks", "rank"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)])
 def test_sglang_loads_them_again_and_again_and_reports_the_trainers_checksums(
     written: Written, ranks: int, rank: int
 ) -> None:

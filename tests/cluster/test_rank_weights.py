@@ -108,10 +108,28 @@ def test_every_peer_holds_the_model_and_the_trainer_knows_its_checksums(folder, 
             assert_same_tensors(tensors, whole)
 
 
+TENSOR, STAGES = {"tensor": 2}, {"pipeline": 2}
+
+
 @pytest.mark.parametrize(
-    "fault", [("exit", -1), ("exit", 1), ("hang", 1), ("refuse", 1)], ids=lambda value: "-".join(map(str, value))
+    ("fault", "layout"),
+    [
+        (("exit", 1), TENSOR),
+        (("refuse", 1), TENSOR),
+        (("exit", -1), STAGES),
+        (("hang", 1), STAGES),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (("exit", -1), TENSOR),
+                (("hang", 1), TENSOR),
+                (("exit", 1), STAGES),
+                (("refuse", 1), STAGES),
+            )
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
 def test_by_group_all_fail_in_time_and_the_next_group_works(folder, tmp_path, fault, layout):
     """The trainer is back within the deadline and the grace; it sends again to the peers that are left. Of two stages
     the other sends nothing more, and waits for no deadline of its own."""

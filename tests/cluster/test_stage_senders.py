@@ -32,8 +32,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["distributed", "delta"])
-@pytest.mark.parametrize(("family", "tied", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "tied", "layout", "transport"),
+    [
+        # By default each once, by turns with either transport.
+        pytest.param(*case, transport, marks=[] if at % 2 == turn else [pytest.mark.slow])
+        for at, case in enumerate(CASES)
+        for turn, transport in enumerate(("distributed", "delta"))
+    ],
+    ids=str,
+)
 def test_every_peer_is_sent_every_tensor_once(tmp_path, transport, family, tied, layout):
     folder = save_tiny(tmp_path / "model", family, tied=tied)
     whole = read_folder(folder)

@@ -61,6 +61,7 @@ def test_the_rank_that_is_stopped_and_the_one_that_hangs_are_told_from_the_one_t
     deadline = time.monotonic() + 30  # for rank 0 to reach the barrier, and rank 1 to hang
     while "barrier" not in state_of(tmp_path, 0, ranks[0]) or "hang" not in state_of(tmp_path, 1, ranks[1]):
         assert time.monotonic() < deadline
+        time.sleep(0.1)
     states = [state_of(tmp_path, rank, pid) for rank, pid in ranks.items()]
     assert states[0].startswith("waits for other ranks in barrier (distributed_c10d.py:")
     assert states[1].startswith("stands in hang (<string>:")

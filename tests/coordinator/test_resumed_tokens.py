@@ -82,8 +82,17 @@ async def step_of(sampler, ledger, step, folder, mode):
     return admission, load_progress(folder).sampler
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
-@pytest.mark.parametrize("mid_step", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "mid_step"),
+    [
+        ("sync", False),
+        ("async", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sync", True), ("colocated", False), ("colocated", True), ("async", False))
+        ),
+    ],
+)
 def test_a_kill_loses_no_token_of_the_checkpoint(tmp_path, mode, mid_step):
     start = SamplerState(cursor=0, pass_rate=PassRate.start(0.5), carried=())
 
@@ -195,8 +204,17 @@ def in_its_middle(state, before):
     return len(finished) >= 4 and useful < PROMPTS and far
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
-@pytest.mark.parametrize("lost", [False, True], ids=["stopped", "fleet lost"])
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    [
+        pytest.param("colocated", False, id="colocated, stopped"),
+        pytest.param("async", False, id="async, stopped"),
+        pytest.param("sync", True, id="sync, fleet lost"),
+        pytest.param("sync", False, id="sync, stopped", marks=pytest.mark.slow),
+        pytest.param("colocated", True, id="colocated, fleet lost", marks=pytest.mark.slow),
+        pytest.param("async", True, id="async, fleet lost", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rollout_that_ends_in_its_middle_goes_on_there(tmp_path, mode, lost):
     """What was finished is not asked for again, what was begun goes on from its tokens: over a stop in the first step
     and a later one, or the loss of all servers."""

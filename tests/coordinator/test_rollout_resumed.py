@@ -123,17 +123,25 @@ class Run:
         return state
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+CUTS = [
+    (0, {"max_staleness": 0}),
+    (0, {"max_staleness": 0, "retire_for": 3}),
+    (0, CARRYING | {"retire_for": 3}),
+    (PROMPTS, {"max_staleness": 2}),
+    (PROMPTS, {"max_staleness": 2, "retire_for": 2}),
+    (PROMPTS, {"max_staleness": 1, "filter": "drop"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("ahead", "dynamic"),
+    ("ahead", "dynamic", "killed"),
     [
-        (0, {"max_staleness": 0}),
-        (0, {"max_staleness": 0, "retire_for": 3}),
-        (0, CARRYING | {"retire_for": 3}),
-        (PROMPTS, {"max_staleness": 2}),
-        (PROMPTS, {"max_staleness": 2, "retire_for": 2}),
-        (PROMPTS, {"max_staleness": 1, "filter": "drop"}),
+        # By default each setting once, by turns with either end.
+        pytest.param(*cut, killed, marks=[] if killed == at % 2 else [pytest.mark.slow])
+        for at, cut in enumerate(CUTS)
+        for killed in (False, True)
     ],
+    ids=str,
 )
 def test_a_rollout_that_is_cut_gives_the_batches_of_one_that_ran_through(tmp_path, ahead, dynamic, killed):
     whole = ran(Run(tmp_path / "whole", ahead, dynamic).batches())

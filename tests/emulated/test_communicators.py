@@ -70,7 +70,13 @@ def two_phases(place: RankPlace, native: Path, folder: Path, layout: dict, data:
     return found, len(used), given
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2, "data": 2}], ids=["data", "tensor and data"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"data": 2}, id="data", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "data": 2}, id="tensor and data"),
+    ],
+)
 def test_an_update_after_the_servers_turn_is_the_same(strict, native, model, layout, tmp_path):
     ranks, data = 2 * layout.get("tensor", 1), columns(model)
     plain = strict(ranks, two_phases, native, model, layout, data, tmp_path / "plain", False)

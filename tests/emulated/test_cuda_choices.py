@@ -102,7 +102,6 @@ def alone(folder: Path, data: Columns) -> Turns:
 
 NOT_DISTRIBUTED = {"optimizer": {"distributed": False}}
 CASES = [
-    ("model", {"data": 2}, {}),
     ("tied", {"context": 2}, NOT_DISTRIBUTED),
     ("tied", {"data": 2}, {"recompute": "full", "offload": OffloadConfig(between_phases="all")}),
     ("tied", {"data": 2}, {"fused_linear_log_prob": True, "offload": OffloadConfig(optimizer_state=True)}),
@@ -112,6 +111,7 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("model", {"data": 2}, {}),
             ("model", {"data": 2}, NOT_DISTRIBUTED),
             ("model", {"context": 2}, {}),
             ("model", {"data": 2, "pipeline": 2}, {}),
@@ -164,7 +164,9 @@ def trained(
         return train(place, folder, layout, data, {}, save=save, load=load)
 
 
-@pytest.mark.parametrize(("written", "read"), [({"data": 2}, {}), ({}, {"data": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("written", "read"), [({"data": 2}, {}), pytest.param({}, {"data": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_checkpoint_of_many_gradient_buckets_goes_on_at_another_layout(written, read, model, tmp_path):
     """The distributed optimizer cuts each bucket over the ranks; a tiny model on the CPU has one."""
     data = columns(model)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 SLACK_S = 30.0
 """For a loaded machine, beside the deadline."""
 PHASES = ("join", "bucket 0", "bucket 1", "label", "loaded", "checksums")
-QUICK = {("kill", phase) for phase in PHASES} | {("stop", "bucket 0"), ("refuse", "bucket 1")}
+QUICK = {("kill", "join"), ("kill", "bucket 1"), ("kill", "checksums"), ("stop", "bucket 0"), ("refuse", "bucket 1")}
 
 
 def cases() -> list:

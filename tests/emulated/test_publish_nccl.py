@@ -15,8 +15,12 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "on_publish"),
-    [(1, (1,), "restart"), (2, (1, 1), "restart"), (4, (2, 1), "restart"), (2, (1, 2), "recompute")],
-    ids=["1-rank-1-server", "2-ranks-2-servers", "4-ranks-servers-of-2-and-1", "2-ranks-a-group-for-each-half"],
+    [
+        pytest.param(1, (1,), "restart", id="1-rank-1-server", marks=pytest.mark.slow),
+        pytest.param(2, (1, 1), "restart", id="2-ranks-2-servers", marks=pytest.mark.slow),
+        pytest.param(4, (2, 1), "restart", id="4-ranks-servers-of-2-and-1"),
+        pytest.param(2, (1, 2), "recompute", id="2-ranks-a-group-for-each-half"),
+    ],
 )
 def test_all_servers_hold_what_was_sent_twice_over_one_group(
     tmp_path: Path, ranks: int, parallel: tuple, on_publish: str

@@ -199,12 +199,12 @@ DISTRIBUTED = {"distributed": True}
 TENSOR = {"tensor": 2, "sequence_parallel": True}
 
 LAYOUTS = [
-    pytest.param({"data": 2}, DISTRIBUTED, id="data"),
     pytest.param(TENSOR, {"micro_batch_tokens": 80}, id="tensor"),  # two micro-batches: each costs seconds
     pytest.param({"pipeline": 2, "virtual_pipeline": 2}, {}, id="virtual pipeline"),
 ]
 
 SLOW_LAYOUTS = [
+    pytest.param({"data": 2}, DISTRIBUTED, id="data"),  # by default with adapters alone
     pytest.param({"data": 2}, {}, id="data, plain optimizer"),
     pytest.param(TENSOR, DISTRIBUTED, id="tensor, distributed optimizer"),
     pytest.param({"pipeline": 2}, {"offload": OffloadConfig(between_phases="all")}, id="pipeline"),

@@ -74,7 +74,7 @@ def train_with(place: RankPlace, folder: Path, data: Columns, extra: bool, save:
         return train(place, folder, {}, data, {}, save=save, load=load)
 
 
-@pytest.mark.parametrize("written_with", [True, False])
+@pytest.mark.parametrize("written_with", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_with_and_without_transformer_engine(written_with, model, data, tmp_path):
     [without_break] = run_ranks(1, train_with, model, data, written_with, tmp_path / "step", None)
     [resumed] = run_ranks(1, train_with, model, data, not written_with, None, tmp_path / "step")

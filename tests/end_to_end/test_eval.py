@@ -16,7 +16,7 @@ from megatron_dapo.monitor.console import Count
 from tests.processes import ROOT, Running
 
 CONFIG = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
-ASKED = ("evaluation.limit=10", "evaluation.greedy=false", "rollout.deterministic=true")
+ASKED = ("evaluation.limit=10", "evaluation.greedy=false", "rollout.deterministic=true", "rollout.servers=1")
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -54,7 +54,7 @@ def test_the_result_has_figures_with_intervals(whole):
 
 def test_it_says_what_it_starts_and_its_state_is_in_a_file(whole):
     log = next(whole.parent.glob("eval*.txt")).read_text()
-    assert log.index("starting 2 server(s)") < log.index("servers ready after")
+    assert log.index("starting 1 server(s)") < log.index("servers ready after")
     state = read_heartbeat(whole)
     assert (state.state, state.progress) == ("finished", {"evaluation": Count(120, 120, "responses")})
     assert not (whole / KEY_FILE).exists(), "its servers have ended"
@@ -63,7 +63,7 @@ def test_it_says_what_it_starts_and_its_state_is_in_a_file(whole):
 @pytest.mark.slow
 def test_after_a_kill_only_what_is_missing_is_asked_for(whole, tmp_path):
     out = tmp_path / "killed"
-    first = evaluate(tmp_path, "evaluation.samples=6", "--out", str(out))
+    first = evaluate(tmp_path, "evaluation.samples=6", "rollout.servers=2", "--out", str(out))
     deadline = time.monotonic() + 200
     while len(records(out / "responses.jsonl")) < 5 and first.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -92,6 +92,7 @@ def test_it_trains_to_the_same_weights_also_when_one_of_its_processes_is_lost(
     assert not server_processes()
 
 
+@pytest.mark.slow
 def test_more_nodes_than_there_are_is_explained_before_anything_loads(address, tmp_path):
     finished = start(tmp_path / "run", "rollout.tensor_parallel=4").finish(60)
     assert finished.code == ExitCode.CONFIG, finished.output

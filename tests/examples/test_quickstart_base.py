@@ -124,13 +124,6 @@ def test_the_base_can_calculate_but_mostly_blurts() -> None:
     assert share_right(made) > share_right(free) + 0.1
 
 
-def test_ask_prints_a_response() -> None:
-    prompt = task.prompt_text("Zoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?")
-    command = [sys.executable, "-m", "megatron_dapo.cli.main", "ask", str(BASE), prompt]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    assert "Answer: " in done.stdout
-
-
 @pytest.mark.slow
 def test_a_base_is_made(tmp_path) -> None:
     """A few steps, to the end: a folder that loads, with the tokenizer of the committed base."""

@@ -96,10 +96,13 @@ def test_processes_play_the_same_episodes_as_the_coordinator(local_ray, text, ta
     assert (counted, running, calls) == (tokens, 0, 3 * GROUP * TURNS)
 
 
-@pytest.mark.parametrize("on_publish", ["restart", "recompute", "keep"])
+@pytest.mark.parametrize(
+    "on_publish",
+    ["restart", pytest.param("recompute", marks=pytest.mark.slow), pytest.param("keep", marks=pytest.mark.slow)],
+)
 def test_a_publish_waits_for_no_environment_and_asks_none_twice(local_ray, text, talk, weights, on_publish):
     async def test():
-        async with place(text, talk, processes=2, on_publish=on_publish) as there:
+        async with place(text, talk, processes=1, on_publish=on_publish) as there:
             await there.fleet.publish(weights[0], 1)
             (talk / "closed").touch()
             group = asyncio.ensure_future(there.generator.group(0, 1))
@@ -125,12 +128,15 @@ def test_a_publish_waits_for_no_environment_and_asks_none_twice(local_ray, text,
     run(test)
 
 
-@pytest.mark.parametrize("on_publish", ["restart", "recompute", "keep"])
+@pytest.mark.parametrize(
+    "on_publish",
+    [pytest.param("restart", marks=pytest.mark.slow), pytest.param("recompute", marks=pytest.mark.slow), "keep"],
+)
 def test_what_a_server_draws_is_interrupted_and_goes_on_with_the_new_weights(
     local_ray, text, talk, weights, on_publish
 ):
     async def test():
-        async with place(text, talk, processes=2, seconds=0.1, on_publish=on_publish, servers=1) as there:
+        async with place(text, talk, processes=1, seconds=0.1, on_publish=on_publish, servers=1) as there:
             (engine,) = there.engines
             await there.fleet.publish(weights[0], 1)
             group = asyncio.ensure_future(there.generator.group(0, 1))
@@ -189,7 +195,7 @@ async def process_of(clients):
     return psutil.Process(await host.__ray_call__.remote(lambda self: os.getpid()))
 
 
-@pytest.mark.parametrize("on_publish", ["restart", "recompute"])
+@pytest.mark.parametrize("on_publish", [pytest.param("restart", marks=pytest.mark.slow), "recompute"])
 def test_a_process_that_hangs_ends_no_server_in_a_publish(local_ray, text, talk, weights, monkeypatch, on_publish):
     monkeypatch.setattr(clients_module, "STOP_S", 0.5)
 
@@ -264,7 +270,7 @@ def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_
         known = {group.position: group for group in left.unfinished}
         assert known.keys() == {0, 1}
         assert sum(each.generation.drawn for group in known.values() for each in group.responses) > before
-        async with place(text, talk, processes=2) as there:
+        async with place(text, talk, processes=1) as there:
             sampler = sampler_of(there, ledger, left)
             for group in (await sampler.fill(1, 0)).kept:
                 check_tokens(group)
@@ -281,10 +287,10 @@ def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_
     run(test)
 
 
-@pytest.mark.parametrize("end", ["dies", "hangs"])
+@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_play_goes_on_at_another_server_with_what_the_lost_one_streamed(local_ray, text, talk, end):
     async def test():
-        async with place(text, talk, processes=2, seconds=0.1) as there:
+        async with place(text, talk, processes=1, seconds=0.1) as there:
             group = asyncio.ensure_future(there.generator.group(0, 0))
             await until(lambda: any(len(engine.running) == GROUP for engine in there.engines))
             await asyncio.sleep(0.35)
@@ -305,7 +311,7 @@ def test_a_play_goes_on_at_another_server_with_what_the_lost_one_streamed(local_
 
 def test_a_play_that_nobody_waits_for_ends_at_its_server(local_ray, text, talk):
     async def test():
-        async with place(text, talk, processes=2, seconds=0.1) as there:
+        async with place(text, talk, processes=1, seconds=0.1) as there:
             group = asyncio.ensure_future(there.generator.group(0, 0))
             await until(lambda: any(len(engine.running) == GROUP for engine in there.engines))
             group.cancel()

@@ -117,7 +117,7 @@ def test_a_colocated_configs_tensor_is_no_way_of_other_modes(constants):
 def test_trainer_and_servers_find_places_on_whole_nodes(constants):
     """By the check that a run makes before it starts; also where the shares are no whole nodes."""
     case = scenario(MIXTURES / "h100_32.yaml", constants, **SMALL)
-    plans = search(case, best=30)
+    plans = search(case, keep=("actor.layout.expert", "actor.layout.context"), best=30)  # a quarter of the time
     nodes = [Bundle(what=f"node {number}", cpus=64, gpus=8) for number in range(4)]
     for plan in plans:
         config = plan.case.config
@@ -177,7 +177,7 @@ def test_the_command_prints_what_to_paste_and_its_json_makes_that_plan():
     assert sum(best["update_s"].values()) == pytest.approx(planned["step"]["update_s"])
 
 
-@pytest.mark.parametrize("name", ["paper", "verl"])
+@pytest.mark.parametrize("name", ["paper", pytest.param("verl", marks=pytest.mark.slow)])
 def test_where_nothing_fits_twice_as_many_gpus_are_searched(name):
     """One without a layout, one GPU's: `plan` says what does not fit, the search what does."""
     file = str(RECIPES / f"{name}.yaml")
@@ -200,10 +200,14 @@ def test_less_memory_and_a_cache_that_was_set_too_small():
     assert CliRunner().invoke(app, ["plan", file, *small, *pasted]).exit_code == 0
 
 
-def test_what_cannot_be_searched_is_said():
+@pytest.mark.slow
+def test_where_no_number_of_gpus_is_enough_it_is_said():
     nothing = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layout.tensor", "--keep", "actor.layout.pipeline")
     assert nothing.exit_code == 2
     assert "Nothing fits 1 to 1024 GPUs" in nothing.stdout
+
+
+def test_an_unknown_key_to_keep_is_named():
     unknown = searched(str(RECIPES / "paper.yaml"), "--keep", "actor.layouts").exception
     assert isinstance(unknown, ConfigError)
     assert "--keep actor.layouts" in str(unknown)

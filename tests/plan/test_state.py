@@ -23,10 +23,10 @@ from tools.rank_pool import RankPlace
 
 LAYOUTS = [
     {"data": 2},
-    {"tensor": 2, "sequence_parallel": True},
-    {"pipeline": 2},
+    pytest.param({"tensor": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2}, marks=pytest.mark.slow),
     {"pipeline": 2, "virtual_pipeline": 2},
-    {"context": 2},
+    pytest.param({"context": 2}, marks=pytest.mark.slow),
     {"tensor": 2, "pipeline": 2},
 ]
 
@@ -129,10 +129,10 @@ def test_bytes_are_megatrons_but_for_padding(layout, models):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"data": 2, "expert": 2},
+        pytest.param({"data": 2, "expert": 2}, marks=pytest.mark.slow),
         {"tensor": 2, "sequence_parallel": True, "expert": 2},
         {"tensor": 2, "sequence_parallel": True, "expert_tensor": 2},
-        {"pipeline": 2},
+        pytest.param({"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param({"data": 4, "expert": 2}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2, "expert": 2}, marks=pytest.mark.slow),
         pytest.param(

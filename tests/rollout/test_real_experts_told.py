@@ -120,7 +120,7 @@ def test_rows_alone_are_read_again(place: Place) -> None:
             check(place.model, ids, whole(one, again)[1])
 
 
-@pytest.mark.parametrize("mode", ["restart", "keep"])
+@pytest.mark.parametrize("mode", [pytest.param("restart", marks=pytest.mark.slow), "keep"])
 def test_after_a_publish_each_row_is_of_the_weights_that_drew_the_token(
     place: Place, tmp_path: Path, mode: str
 ) -> None:

@@ -99,7 +99,7 @@ def alike_at_first(one: np.ndarray, other: np.ndarray) -> int:
     return int(np.argmin(np.append(one == other, False)))
 
 
-@pytest.mark.parametrize("mode", ["restart", "recompute", "keep"])
+@pytest.mark.parametrize("mode", [pytest.param("restart", marks=pytest.mark.slow), "recompute", "keep"])
 def test_tokens_have_the_version_that_drew_them(place: Place, near: tuple[Path, torch.nn.Module], mode: str) -> None:
     folder, changed = near
     asked, parts = long_ones(seed=1), list[ServedPart]()
@@ -156,7 +156,7 @@ def test_tokens_have_the_version_that_drew_them(place: Place, near: tuple[Path, 
         assert part.cached_tokens == part.prompt_tokens - 1 if mode == "keep" else part.cached_tokens <= PROMPT + alike
 
 
-@pytest.mark.parametrize("mode", ["recompute", "keep"])
+@pytest.mark.parametrize("mode", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
 def test_thinking_is_interrupted_and_a_carried_response_goes_on(
     place: Place, other: tuple[Path, torch.nn.Module], mode: str
 ) -> None:
@@ -208,7 +208,8 @@ def test_thinking_is_interrupted_and_a_carried_response_goes_on(
     assert gap(carried, expected_rest, slice(cut, None)) < 1e-4
 
 
-@pytest.mark.parametrize("pause", [pytest.param("in_place", marks=pytest.mark.slow), "retract"])
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", ["in_place", "retract"])
 def test_why_running_requests_are_never_paused(place: Place, other: tuple[Path, torch.nn.Module], pause: str) -> None:
     """SGLang's own pause: tokens of the old weights come out under the new label, and the cache cannot be flushed, so
     that a retracted request finds its prompt's old keys and values. If this fails with a newer SGLang, `recompute` and

@@ -177,6 +177,7 @@ def test_the_server_and_its_children_end_with_the_process_that_started_them(tmp_
         parent.wait(10)
 
 
+@pytest.mark.slow
 def test_children_that_have_just_begun_end_with_their_server(tmp_path: Path) -> None:
     """A kill before SGLang itself would notice. On a CPU the children are forked."""
     save_model(tmp_path / "model", "qwen3", seed=1)

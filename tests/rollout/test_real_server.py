@@ -127,17 +127,17 @@ def test_score_is_the_models_opinion_of_a_given_response(places: dict[str, Place
 
 def test_a_seed_decides_the_response_whatever_shares_the_batch(places: dict[str, Place]) -> None:
     place = places["qwen3"]
-    asked = requests_of(32, seed=6, tokens=60)
+    asked, single = requests_of(16, seed=6, tokens=60), 6
 
     async def work() -> None:
-        alone = [await place.fleet.generate(one) for one in asked[:12]]
+        alone = [await place.fleet.generate(one) for one in asked[:single]]
         together = await all_of(place.fleet, asked)
         backwards = (await all_of(place.fleet, asked[::-1]))[::-1]
         for first, second in [*zip(alone, together, strict=False), *zip(together, backwards, strict=True)]:
             np.testing.assert_array_equal(first.token_ids, second.token_ids)
             np.testing.assert_array_equal(first.log_probs.view(np.int32), second.log_probs.view(np.int32))
-        others = [await place.fleet.generate(replace(one, seed=one.seed + 1)) for one in asked[:12]]
-        longer = [index for index in range(12) if alone[index].token_ids.size > 4]
+        others = [await place.fleet.generate(replace(one, seed=one.seed + 1)) for one in asked[:single]]
+        longer = [index for index in range(single) if alone[index].token_ids.size > 4]
         assert longer
         assert all(alone[index].token_ids.tolist() != others[index].token_ids.tolist() for index in longer)
 
@@ -233,7 +233,7 @@ def test_frames_are_for_who_has_the_key_too(places: dict[str, Place], headers: d
     place.run(work())
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen2"])
 def test_published_weights_serve_and_their_checksums_agree(places: dict[str, Place], kind: str, tmp_path: Path) -> None:
     place = places[kind]
     changed = save_model(tmp_path / "new", kind, seed=9, **SHAPES[kind])
@@ -354,33 +354,42 @@ def test_one_wrong_number_in_one_tensor_is_found(places: dict[str, Place], tmp_p
     place.run(work())
 
 
-async def same_after_a_kill(place: Place) -> None:
-    """With deterministic sampling the responses are those of an undisturbed server."""
-    asked = requests_of(16, seed=8, tokens=200)
-    await place.fleet.publish(place.folder, 40)
-    undisturbed = await all_of(place.fleet, asked)
-    tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-    await asyncio.sleep(0.2)
-    kill(place)
-    for first, second in zip(undisturbed, await asyncio.gather(*tasks), strict=True):
-        np.testing.assert_array_equal(first.token_ids, second.token_ids)
-        np.testing.assert_array_equal(first.log_probs, second.log_probs)
-        assert set(second.weight_versions) == {40}
+@pytest.mark.slow
+def test_after_a_kill_deterministic_responses_are_those_of_an_undisturbed_server(places: dict[str, Place]) -> None:
+    place, asked = places["qwen3"], requests_of(16, seed=8, tokens=200)
+
+    async def work() -> None:
+        await place.fleet.publish(place.folder, 40)
+        undisturbed = await all_of(place.fleet, asked)
+        tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
+        await asyncio.sleep(0.2)
+        kill(place)
+        for first, second in zip(undisturbed, await asyncio.gather(*tasks), strict=True):
+            np.testing.assert_array_equal(first.token_ids, second.token_ids)
+            np.testing.assert_array_equal(first.log_probs, second.log_probs)
+            assert set(second.weight_versions) == {40}
+
+    place.run(work())
     assert place.fleet.members[0].restarts == 1
-    assert any("its process ended" in line for line in place.reports)
 
 
-async def continued_after_a_kill(place: Place) -> None:
-    """What the killed server had streamed is kept: no token is drawn twice."""
-    asked = requests_of(8, seed=9, tokens=200)
+def test_a_killed_server_is_replaced_and_its_responses_go_on(places: dict[str, Place]) -> None:
+    """What it had streamed is kept: no token is drawn twice."""
+    place, asked = places["qwen2"], requests_of(8, seed=9, tokens=200)
     asked = [replace(one, sampling=replace(one.sampling, max_new_tokens=200)) for one in asked]
     parts: list[ServedPart] = []
-    await place.fleet.publish(place.folder, 50)
-    place.fleet._requests.observe = parts.append
-    tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
-    await begun(place, 1)
-    kill(place)
-    answers = await asyncio.gather(*tasks)
+
+    async def work() -> list[Generation]:
+        await place.fleet.publish(place.folder, 50)
+        place.fleet._requests.observe = parts.append
+        tasks = [asyncio.ensure_future(place.fleet.generate(one)) for one in asked]
+        await begun(place, 1)
+        kill(place)
+        return await asyncio.gather(*tasks)
+
+    answers = place.run(work())
+    assert place.fleet.members[0].restarts == 1
+    assert any("its process ended" in line for line in place.reports)
     assert_log_probs(place.model, asked, answers)
     assert {answer.token_ids.size for answer in answers} == {200}
     assert sum(part.tokens for part in parts) == 8 * 200, "a token was drawn twice"
@@ -388,10 +397,3 @@ async def continued_after_a_kill(place: Place) -> None:
     assert lost
     # The first token comes by itself, the others in sixteens.
     assert all(part.tokens % 16 == 1 for part in lost)
-
-
-def test_killed_servers_are_replaced_and_their_responses_go_on(places: dict[str, Place]) -> None:
-    async def work() -> None:  # both at once: they start side by side
-        await asyncio.gather(same_after_a_kill(places["qwen3"]), continued_after_a_kill(places["qwen2"]))
-
-    places["qwen3"].run(work())

@@ -92,12 +92,18 @@ def test_an_install_is_done_once_taken_up_again_and_follows_its_inputs(place, mo
     assert torch.read_text() == "__version__ = 'kept'"
 
 
-def test_a_folder_of_someone_else_is_left_alone_and_one_of_another_python_made_anew(place, capfd):
+def test_a_folder_of_someone_else_is_left_alone(place):
     place.venv.mkdir()
     (place.venv / "notes.txt").write_text("mine")
     with pytest.raises(InstallError, match="not made by `make install`"):
         install(place)
     assert [path.name for path in place.venv.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.slow
+def test_an_environment_of_another_python_is_made_anew(place, capfd):
+    place.venv.mkdir()
+    (place.venv / "notes.txt").write_text("mine")
     (place.venv / LOCK).touch()
     (place.venv / STAMP).write_text(json.dumps(place.made_from | {"base": "/usr/bin/python2"}))
     install(place)

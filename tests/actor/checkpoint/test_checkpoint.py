@@ -64,7 +64,9 @@ def loading(place, folder, layout, data, options, source):
     return train(place, folder, layout, data, options, load=source)
 
 
-@pytest.mark.parametrize(("layout", "options"), [({}, {}), ({"data": 2}, {"dtype": "bfloat16"})], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "options"), [({}, {}), pytest.param({"data": 2}, {"dtype": "bfloat16"}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
     """test_checkpoint_background.py has more layouts: there training changes meanwhile what is written."""
     without_break = gloo(size(layout), saving, model, layout, data, options, tmp_path / "step")[0]
@@ -76,10 +78,10 @@ def test_a_resume_is_bit_equal(gloo, layout, options, model, data, tmp_path):
 @pytest.mark.parametrize(
     ("written", "read", "options"),
     [
-        ({"tensor": 2}, {}, {}),
+        pytest.param({"tensor": 2}, {}, {}, marks=pytest.mark.slow),
         ({}, {"tensor": 2, "sequence_parallel": True}, {}),
         ({"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}, {}),
-        ({"context": 2}, {"tensor": 2}, {"optimizer": {"distributed": False}}),
+        pytest.param({"context": 2}, {"tensor": 2}, {"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -89,6 +91,7 @@ def test_a_checkpoint_loads_at_another_layout(gloo, written, read, options, mode
     np.testing.assert_allclose(resumed, without_break[2:], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_with_and_without_the_fused_output_layer(gloo, model, data, tmp_path):
     fused = {"actor": {"fused_linear_log_prob": True}}
     without_break = gloo(2, saving, model, {"pipeline": 2}, data, fused, tmp_path / "fused")[0]
@@ -108,7 +111,7 @@ def saving_at_once(place, folder, layout, data, options, target):
     return [(report.optimizer_step, report.loss, report.grad_norm, report.lr) for report in reports]
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_checkpoint_before_the_first_step(gloo, distributed, model, data, tmp_path):
     options = {"distributed": distributed}
     without_break = gloo(1, saving_at_once, model, {}, data, options, tmp_path / "step")[0]

@@ -86,10 +86,10 @@ def saving_beside(place, folder, layout, data, options, target):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ({}, {}),
-        ({}, {"optimizer": {"distributed": False}}),
+        pytest.param({}, {}, marks=pytest.mark.slow),
+        pytest.param({}, {"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
         ({"data": 2}, {"dtype": "bfloat16"}),
-        ({"tensor": 2}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}),
+        pytest.param({"tensor": 2}, {"optimizer": {"distributed": False}, "dtype": "bfloat16"}, marks=pytest.mark.slow),
         ({"pipeline": 2, "virtual_pipeline": 2}, {}),
         ({"data": 2}, {"actor": {"offload": OffloadConfig(between_phases="all")}}),
     ],
@@ -207,7 +207,7 @@ def copying(place, folder, layout, data, options, target, available):
     return beside, copied
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_copy_is_bounded_by_what_the_rank_writes(gloo, distributed, model, data, tmp_path):
     """With either optimizer: nothing is gathered from other ranks."""
     target, options = tmp_path / "step", {"optimizer": {"distributed": distributed}}

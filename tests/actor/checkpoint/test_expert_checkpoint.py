@@ -36,7 +36,7 @@ def data(model) -> Columns:
     [
         (EXPERT, {"dtype": "bfloat16"} | OFFLOADED),
         pytest.param(TENSOR_EXPERT, {}, marks=pytest.mark.slow),
-        ({}, {"optimizer": {"distributed": False}}),
+        pytest.param({}, {"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -55,7 +55,7 @@ def passed_on(place: RankPlace, folder: Path, layout: dict, dtype: str, source: 
 @pytest.mark.parametrize(
     ("written", "read", "dtype"),
     [
-        (EXPERT, {}, "bfloat16"),
+        pytest.param(EXPERT, {}, "bfloat16", marks=pytest.mark.slow),
         ({}, EXPERT, "float32"),
         pytest.param(TENSOR_EXPERT, {"pipeline": 2}, "float32", marks=pytest.mark.slow),
         pytest.param(

@@ -70,7 +70,7 @@ def plain(gloo, model, data, tmp_path_factory) -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = [
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
     {"tensor": 2, "data": 2},
     pytest.param({"data": 4}, marks=pytest.mark.slow),
     pytest.param({"pipeline": 2, "context": 2}, marks=pytest.mark.slow),
@@ -140,7 +140,13 @@ def addresses_around_a_load(place, folder, layout, data, options, source):
     return before, actor.memory.storages()
 
 
-@pytest.mark.parametrize("offload", [OffloadConfig(), OffloadConfig(between_phases="all")], ids=["stays", "offloaded"])
+@pytest.mark.parametrize(
+    "offload",
+    [
+        pytest.param(OffloadConfig(), id="stays", marks=pytest.mark.slow),
+        pytest.param(OffloadConfig(between_phases="all"), id="offloaded"),
+    ],
+)
 def test_a_load_fills_the_optimizer_where_it_lies(gloo, offload, model, data, tmp_path):
     """A second copy of 49 GB would not fit beside the first."""
     options = {"dtype": "bfloat16", "actor": {"offload": offload}}
@@ -159,7 +165,7 @@ def saving_early(place, folder, layout, data, options, target):
         trained.actor.finish_checkpoint()
 
 
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_first_steps_moments_are_not_in_a_checkpoint_before_it(gloo, distributed, model, data, tmp_path):
     gloo(1, saving_early, model, {}, data, {"optimizer": {"distributed": distributed}}, tmp_path / "step")
     found = stored(tmp_path / "step")

@@ -19,11 +19,11 @@ from tests.actor.model.test_routing_replay import EXPERTS, LAYERS, NONE_OF, TOP_
 from tests.actor.tiny import FAMILIES, MIXTURE, load_reference, save_tiny
 
 LAYOUTS = [
-    {},
-    {"data": 2, "expert": 2},
+    pytest.param({}, marks=pytest.mark.slow),
     TENSOR | {"expert": 2},
-    {"context": 2, "expert": 2},
-    {"pipeline": 2},
+    pytest.param({"context": 2, "expert": 2}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "expert": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2}, marks=pytest.mark.slow),
     {"pipeline": 2, "virtual_pipeline": 2},
     pytest.param({"data": 2}, marks=pytest.mark.slow),
     pytest.param(TENSOR | {"expert_tensor": 2}, marks=pytest.mark.slow),

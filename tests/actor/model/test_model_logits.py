@@ -14,14 +14,14 @@ MICRO_BATCHES = [
 ]
 
 LAYOUTS = {
-    "one process": {},
-    "tensor": {"tensor": 2},
     "tensor + sequence": {"tensor": 2, "sequence_parallel": True},
-    "pipeline": {"pipeline": 2},
     "virtual pipeline": {"pipeline": 2, "virtual_pipeline": 2},
     "context": {"context": 2},
 }
-LARGER_LAYOUTS = {
+MORE_LAYOUTS = {
+    "one process": {},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
     "tensor x pipeline": {"tensor": 2, "pipeline": 2},
     "tensor + sequence x context": {"tensor": 2, "sequence_parallel": True, "context": 2},
     "pipeline x context": {"pipeline": 2, "context": 2},
@@ -57,8 +57,8 @@ def test_logits_equal_transformers(gloo, models, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LARGER_LAYOUTS.values(), ids=LARGER_LAYOUTS.keys())
-def test_logits_equal_transformers_on_four_ranks(gloo, models, layout):
+@pytest.mark.parametrize("layout", MORE_LAYOUTS.values(), ids=MORE_LAYOUTS.keys())
+def test_logits_equal_transformers_on_more_layouts(gloo, models, layout):
     results = gloo(4, logits_of, [folder for folder, _ in models], layout, MICRO_BATCHES, timeout_s=280)
     assert largest_difference(results, models) <= TOLERANCE
 

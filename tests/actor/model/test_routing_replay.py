@@ -90,11 +90,11 @@ def replayed(place: RankPlace, folder: Path, layout: dict[str, Any], data: Colum
 
 
 LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({}, ("none", "full")),
-    ({"data": 2, "expert": 2}, ("full",)),
+    pytest.param({}, ("none", "full"), marks=pytest.mark.slow),
+    pytest.param({"data": 2, "expert": 2}, ("full",), marks=pytest.mark.slow),
     (TENSOR | {"expert": 2}, ("none", "full")),
     ({"context": 2, "expert": 2}, ("none",)),
-    ({"pipeline": 2}, ("full",)),
+    pytest.param({"pipeline": 2}, ("full",), marks=pytest.mark.slow),
     ({"pipeline": 2, "virtual_pipeline": 2}, ("none", "full")),
     pytest.param({"data": 2, "expert": 2}, ("none", 1), marks=pytest.mark.slow),
     pytest.param({"context": 2, "expert": 2}, ("full", ("core_attn",)), marks=pytest.mark.slow),
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_given_experts(gloo, models, layout, recomput
         assert max(errors.values()) < 1e-5, (layout, recompute, errors)
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.slow), {"pipeline": 2}], ids=str)
 def test_recompute_changes_no_bit(gloo, models, layout):
     folder, data, _, _ = models[0]
     one, other = (gloo(size(layout), replayed, folder, layout, data, {"recompute": how})[0] for how in ("none", "full"))
@@ -226,7 +226,7 @@ def rows_at_once(place: RankPlace, folder: Path, data: Columns, recompute: str) 
     return count, first, max(most)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_rows_come_to_the_device_with_their_micro_batch_and_leave_with_it(gloo, models, recompute):
     folder, data, _, _ = models[0]
     [(count, in_log_probs, in_update)] = gloo(1, rows_at_once, folder, data, recompute)

@@ -13,7 +13,11 @@ from tests.actor.ranks import build
 from tests.actor.tiny import save_tiny
 from tests.actor.weights.test_hf_weights import assert_same_tensors, ranks_of
 
-LAYOUTS = ({}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}, {"data": 2})
+LAYOUTS = (
+    {"tensor": 2, "pipeline": 2},
+    {"data": 2},
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"tensor": 2}, {"pipeline": 2})),
+)
 MIB = 1 << 20
 
 
@@ -116,7 +120,7 @@ def _memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param({"pipeline": 2}, marks=pytest.mark.slow)], ids=str)
 def test_no_rank_holds_more_than_two_buckets_besides_the_model(gloo, tmp_path, layout):
     folder = save_tiny(
         tmp_path,

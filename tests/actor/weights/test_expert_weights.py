@@ -13,11 +13,11 @@ from tests.actor.weights.test_hf_weights import SMALL_FILE, assert_same_tensors,
 
 TENSOR = {"tensor": 2, "sequence_parallel": True}
 LAYOUTS = [
-    {},
-    {"data": 2, "expert": 2},
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "expert": 2}, marks=pytest.mark.slow),
     TENSOR | {"expert": 2},
     TENSOR | {"expert_tensor": 2},
-    {"context": 2, "expert": 2},
+    pytest.param({"context": 2, "expert": 2}, marks=pytest.mark.slow),
     {"pipeline": 2, "data": 2, "expert": 2},
     pytest.param({"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
     pytest.param({"data": 4, "expert": 2, "expert_tensor": 2}, marks=pytest.mark.slow),

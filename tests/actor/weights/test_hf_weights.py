@@ -15,14 +15,14 @@ from tests.actor.gloo import RankPlace
 from tests.actor.ranks import build
 from tests.actor.tiny import FAMILIES, load_reference, random_sequences, save_tiny
 
-LAYOUTS = {
-    "one process": {},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2},
-    "virtual pipeline": {"pipeline": 2, "virtual_pipeline": 2},
-    "context": {"context": 2},
-    "data": {"data": 2},
-}
+LAYOUTS = [
+    pytest.param({}, id="one process"),
+    pytest.param({"tensor": 2}, id="tensor"),
+    pytest.param({"pipeline": 2}, id="pipeline", marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2, "virtual_pipeline": 2}, id="virtual pipeline"),
+    pytest.param({"context": 2}, id="context", marks=pytest.mark.slow),
+    pytest.param({"data": 2}, id="data", marks=pytest.mark.slow),
+]
 SMALL_FILE = 100_000  # bytes: makes an index and several files of a tiny model
 
 
@@ -69,7 +69,7 @@ def export_all(
         export_hf(built.chunks, built.hf, out / folder.name, folder, **{"dtype": torch.float32} | dict(options))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_export_gives_back_what_was_loaded(gloo, models, tmp_path, layout):
     (tmp_path / "models").mkdir()
     gloo(ranks_of(layout), export_all, models, layout, tmp_path / "models")
@@ -163,7 +163,16 @@ def gathered_twice(place: RankPlace, folder: Path, layout: dict) -> dict[str, to
     return gathered
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"tensor": 2},
+        {"pipeline": 2},
+        pytest.param({"data": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_anything_of_a_parameters_shape_can_be_gathered(gloo, models, layout):
     for folder in (models[0], models[3]):
         first, *others = gloo(ranks_of(layout), gathered_twice, folder, layout)

@@ -99,6 +99,7 @@ def run(
     return done.returncode, json.loads(file.read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_a_stage_that_crashes_does_not_stop_the_next(tmp_path: Path) -> None:
     code, results, _ = run(tmp_path, {"crash": {}, "good": {}}, OUT=str(tmp_path / "out"))
     outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
@@ -284,6 +285,7 @@ def test_empty_names_of_stages_do_not_count(tmp_path: Path, capsys: pytest.Captu
     assert list(results["stages"]) == ["skip"]
 
 
+@pytest.mark.slow
 def test_the_limit_of_the_command_cuts_a_stage(tmp_path: Path) -> None:
     _, results, _ = run(tmp_path, {"hang": {}, "good": {}}, "--minutes", "0.1")
     assert results["stages"]["hang"]["outcome"] == "timed out"

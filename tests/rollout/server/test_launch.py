@@ -199,7 +199,14 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.mark.parametrize("hidden", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_megatron_is_hidden_from_whoever_imports_it_later() -> None:
+    code = "from rollout.server.launch_server import hide_megatron; hide_megatron(); import megatron.core"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ModuleNotFoundError" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [False, True])
 def test_no_process_of_a_server_imports_megatron(hidden: bool, tmp_path: Path) -> None:
     """SGLang would, and Megatron-Core 0.19 sets `torch_memory_saver.hook_mode = "torch"` as it is imported: a colocated
     server on an H100 ended at its start, for only "preload" releases CUDA graphs. The first case: it still would."""

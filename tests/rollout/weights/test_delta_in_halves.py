@@ -98,7 +98,9 @@ def _breaks_off(made: Halves, half: int) -> None:
     made.trainer.buckets = buckets  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("restarts", [True, False], ids=["restarted", "as it is"])
+@pytest.mark.parametrize(
+    "restarts", [pytest.param(True, id="restarted", marks=pytest.mark.slow), pytest.param(False, id="as it is")]
+)
 def test_the_first_half_fails(trainer: MemoryTrainer, tmp_path: Path, restarts: bool) -> None:
     """The second is sent the changes all the same; the first everything, once, even if it believes to hold the old."""
     with halves(trainer, tmp_path) as made:
@@ -135,6 +137,7 @@ def test_the_second_half_is_lost_before_its_turn(trainer: MemoryTrainer, tmp_pat
         assert made.publish() == ("changes", "changes")
 
 
+@pytest.mark.slow
 def test_a_half_that_was_sent_to_together_with_the_other(trainer: MemoryTrainer, tmp_path: Path) -> None:
     """Groups that share a server are never kept beside each other."""
     with halves(trainer, tmp_path) as made:
