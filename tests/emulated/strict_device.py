@@ -321,9 +321,20 @@ def _device(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]
     return CUDA if args and isinstance(args[0], int) else func(*args, **kwargs)
 
 
+def _addmm(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With CUDA's result of another type than its factors."""
+    total, *factors = args
+    if (wanted := kwargs.pop("out_dtype", None)) is not None:
+        if not (total.dtype == kwargs["out"].dtype == wanted == torch.float32 and factors[0].dtype == factors[1].dtype):
+            raise StrictError(f"addmm of {[each.dtype for each in args]} gives no {wanted}")
+        factors = [each.to(wanted) for each in factors]
+    return func(total, *factors, **kwargs)
+
+
 _T = torch.Tensor
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.device: _device,
+    torch.addmm: _addmm,
     _T.to: _to,
     _T.cpu: _cpu,
     _T.cuda: _cuda,
