@@ -74,7 +74,7 @@ def test_weights_gradients_and_optimizer_leave_room_on_80_gb(name):
     state = 12 / (split * layout.data * layout.context)
     always = 6 / split + (0 if config.actor.offload.optimizer_state else state)
     parameters = PARAMETERS[Path(config.model.path).name]
-    assert parameters * always < 45e9
+    assert parameters * always < 46e9
     assert parameters * (6 / split + state) < 76e9, "in the optimizer's step, when there are no activations"
 
 

@@ -314,7 +314,7 @@ def test_routed_tokens_and_their_rows_take_memory_where_experts_are(constants):
     layout = {"actor.layout": LayoutConfig(data=8, expert=8), "actor.recompute": "none"}
     config = changed(load_config(RECIPES / "h100_16.yaml"), layout | {"actor.routing_replay": True})
     [rank] = trainer_memory(Scenario(config, hf, constants))
-    attention = ((32 + 8) + (32 + 4) + 32) * 128
+    attention = ((32 + 8) + (32 + 4) + (32 + 4) + 32) * 128  # queries and keys before their norm and after, rotated
     experts = 8 * constants.expert_imbalance * (2048 + 3 * 768) + 8 * 128
     layer = 22528 * 2 * (4 * 2048 + attention + experts)
     assert rank.items["update"]["activations"] == pytest.approx(48 * layer * (1 + constants.fragmentation))

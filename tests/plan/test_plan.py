@@ -219,7 +219,7 @@ def test_the_modes_differ_in_what_runs_at_the_same_time(constants):
     assert ahead.seconds == pytest.approx(max(ahead.rollout_s - ahead.tail_s, training) + ahead.sync_s)
     assert max(sync.rollout_s - sync.tail_s, sync.update_s) < ahead.seconds < sync.seconds
     layout = load_config(RECIPES / "qwen2.5_7b_8gpu.yaml").actor.layout
-    shared = {"run.mode": "colocated", "actor.offload.between_phases": "all"}
+    shared = {"run.mode": "colocated", "actor.offload.between_phases": "all", "actor.recompute": "full"}
     plan = planned(constants, "qwen2.5_7b_8gpu", shared | {"rollout.servers": layout.world_size // 4})
     assert not plan.misfits
     assert plan.step.gpus == layout.world_size < sync.gpus

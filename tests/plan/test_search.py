@@ -67,7 +67,7 @@ def one_by_one(case: Scenario, worlds: range, gpus: int) -> float:
 def test_nothing_that_is_tried_one_by_one_is_faster(constants):
     """Six GPUs, a 7B model, less memory than there is, so that recompute and offload matter."""
     tight = dataclasses.replace(constants, gpu_memory=70e9)
-    changes = SMALL | {"actor.layout.tensor": 2, "rollout.servers": 1, "rollout.tensor_parallel": 4}
+    changes = SMALL | {"actor.layout.data": 1, "rollout.servers": 1, "rollout.tensor_parallel": 4}
     case = scenario(RECIPES / "qwen2.5_7b_8gpu.yaml", tight, **changes)
     assert case.gpus == 6
     found = search(case)
@@ -97,7 +97,7 @@ def test_other_modes_and_what_is_kept(constants):
     fastest = (min(plan.step.seconds for plan in plans) for plans in found.values())
     assert min(plan.step.seconds for plan in every) == min(fastest)
     for plan in search(case, keep=("actor.layout.tensor", "rollout.servers"), best=3):
-        assert plan.case.config.actor.layout.tensor == 4
+        assert plan.case.config.actor.layout.tensor == case.config.actor.layout.tensor
         assert plan.case.config.rollout.servers == case.config.rollout.servers
 
 
