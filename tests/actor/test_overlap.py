@@ -163,6 +163,7 @@ def test_overlap_changes_no_number(gloo, tmp_path, family, layout, options):
     assert {p2p for _, _, p2p in plain} == {(False, not virtual)}
 
 
+@pytest.mark.slow
 def test_adapters_take_no_part(gloo, tmp_path):
     """Their gradients come from those of whole weights."""
     folder = save_tiny(tmp_path / "model", "qwen2", tied=False)

@@ -74,7 +74,7 @@ def reset(place: RankPlace, folder: Path, layout: dict[str, Any], distributed: b
     ("layout", "distributed"),
     [
         pytest.param({}, False, id="one", marks=pytest.mark.slow),
-        pytest.param({"tensor": 2}, False, id="TP2"),
+        pytest.param({"tensor": 2}, False, id="TP2", marks=pytest.mark.slow),
         pytest.param({"data": 2}, True, id="DP2"),
     ],
 )

@@ -37,16 +37,16 @@ HERE, ELSEWHERE = set(), {2, 15}
     ("word", "signals", "blocked"),
     [
         pytest.param(signal.SIGINT, ONE, HERE, id="SIGINT"),
-        pytest.param(signal.SIGINT, TWO, ELSEWHERE, id="SIGINT twice in another thread"),
-        pytest.param(signal.SIGTERM, ONE, ELSEWHERE, id="SIGTERM in another thread"),
-        pytest.param(signal.SIGTERM, TWO, HERE, id="SIGTERM twice"),
+        pytest.param(signal.SIGTERM, TWO, ELSEWHERE, id="SIGTERM twice in another thread"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (signal.SIGINT, ONE, ELSEWHERE),
                 (signal.SIGINT, TWO, HERE),
+                (signal.SIGINT, TWO, ELSEWHERE),
                 (signal.SIGTERM, ONE, HERE),
-                (signal.SIGTERM, TWO, ELSEWHERE),
+                (signal.SIGTERM, ONE, ELSEWHERE),
+                (signal.SIGTERM, TWO, HERE),
             )
         ),
     ],

@@ -75,7 +75,9 @@ class Written:
         self.folders = [fp8_folder(folder) for folder in self.given]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.slow), "qwen3", MIXTURE])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3")), MIXTURE]
+)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return Written(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -116,12 +116,12 @@ TENSOR, STAGES = {"tensor": 2}, {"pipeline": 2}
     [
         (("exit", 1), TENSOR),
         (("refuse", 1), TENSOR),
-        (("exit", -1), STAGES),
         (("hang", 1), STAGES),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (("exit", -1), TENSOR),
+                (("exit", -1), STAGES),
                 (("hang", 1), TENSOR),
                 (("exit", 1), STAGES),
                 (("refuse", 1), STAGES),

@@ -218,6 +218,7 @@ def test_more_trainer_processes_than_memory_holds_are_refused():
         check_memory(1000, 16 << 30)
 
 
+@pytest.mark.slow
 def test_a_ray_that_its_own_limit_has_ended_on_a_busy_machine_is_started_once_more():
     """By a clock on which the 30 s of the first start are over at once; nothing of that start is left."""
     program = """

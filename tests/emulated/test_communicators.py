@@ -73,8 +73,8 @@ def two_phases(place: RankPlace, native: Path, folder: Path, layout: dict, data:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({"data": 2}, id="data", marks=pytest.mark.slow),
-        pytest.param({"tensor": 2, "data": 2}, id="tensor and data"),
+        pytest.param({"data": 2}, id="data"),
+        pytest.param({"tensor": 2, "data": 2}, id="tensor and data", marks=pytest.mark.slow),
     ],
 )
 def test_an_update_after_the_servers_turn_is_the_same(strict, native, model, layout, tmp_path):

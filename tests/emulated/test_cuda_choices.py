@@ -105,12 +105,12 @@ CASES = [
     ("tied", {"context": 2}, NOT_DISTRIBUTED),
     ("tied", {"data": 2}, {"recompute": "full", "offload": OffloadConfig(between_phases="all")}),
     ("tied", {"data": 2}, {"fused_linear_log_prob": True, "offload": OffloadConfig(optimizer_state=True)}),
-    ("model", {"data": 2, "tensor": 2, "sequence_parallel": True}, {}),
     ("tied", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
     ("experts", {"data": 2, "expert": 2}, {"recompute": "full"}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("model", {"data": 2, "tensor": 2, "sequence_parallel": True}, {}),
             ("model", {"data": 2}, {}),
             ("model", {"data": 2}, NOT_DISTRIBUTED),
             ("model", {"context": 2}, {}),

@@ -139,7 +139,8 @@ def test_steps_before_and_after_a_reset_are_those_of_the_device(without_break):
     assert found[True][2] != found[True][1], "a reset does something"
 
 
-@pytest.mark.parametrize("written_on_cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("written_on_cpu", [True, False])
 def test_a_checkpoint_goes_on_on_the_other_side(strict, written_on_cpu, without_break, model, data):
     found, out = without_break
     for at, name in enumerate(("first", "two")):

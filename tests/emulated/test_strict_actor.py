@@ -204,7 +204,7 @@ LAYOUTS = [
 ]
 
 SLOW_LAYOUTS = [
-    pytest.param({"data": 2}, DISTRIBUTED, id="data"),  # by default with adapters alone
+    pytest.param({"data": 2}, DISTRIBUTED, id="data"),  # by default with experts
     pytest.param({"data": 2}, {}, id="data, plain optimizer"),
     pytest.param(TENSOR, DISTRIBUTED, id="tensor, distributed optimizer"),
     pytest.param({"pipeline": 2}, {"offload": OffloadConfig(between_phases="all")}, id="pipeline"),
@@ -241,11 +241,12 @@ def test_an_actor_over_nccl_lives_as_one_process_does(strict, one_process, layou
 ADAPTERS = {"lora": LoraConfig(rank=4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
         pytest.param({"data": 2}, DISTRIBUTED | {"offload": OffloadConfig(between_phases="all")}, id="data"),
-        pytest.param(TENSOR, {}, id="tensor", marks=pytest.mark.slow),
+        pytest.param(TENSOR, {}, id="tensor"),
     ],
 )
 def test_adapters_live_as_in_one_process(strict, gloo, layout, fields, model, data, tmp_path):

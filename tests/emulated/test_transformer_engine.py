@@ -167,6 +167,7 @@ def write_package(folder: Path, modules: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_cpu_rank_trains_where_cuda_kernels_are_installed(model, tmp_path):
     packages = write_package(
         tmp_path / "packages",
