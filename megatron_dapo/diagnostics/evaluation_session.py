@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+from megatron_dapo.actor.weights.hf_files import SafetensorsReader, WeightsError
 from megatron_dapo.cluster.heartbeat import heartbeat
 from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import Config
@@ -178,10 +178,16 @@ def fingerprint(folder: Path) -> str:
     one.
 
     Raises:
-        WeightsError, OSError: the folder holds no model in Hugging Face format.
+        EvaluationError: the folder holds no model in Hugging Face format.
     """
-    with SafetensorsReader(folder) as weights:
-        content = (folder / "config.json").read_bytes() + weights.digest().encode()
+    try:
+        with SafetensorsReader(folder) as weights:
+            content = (folder / "config.json").read_bytes() + weights.digest().encode()
+    except (OSError, WeightsError) as error:
+        raise EvaluationError(
+            f"{folder}: no model in Hugging Face format (config.json, *.safetensors): {error}; "
+            "python -m tools.convert_checkpoint makes one of a checkpoint"
+        ) from None
     return hashlib.sha256(content).hexdigest()[:16]
 
 
