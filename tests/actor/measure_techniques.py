@@ -3,7 +3,8 @@
 python -m tests.actor.measure_techniques     prints a Markdown table (docs/measurements/actor.md)
 
 CPU seconds of all ranks, which other load on the machine changes little; a wait for another rank is in them, since gloo
-and a barrier spin. 20 million parameters, responses of 64 to 512 tokens.
+and a barrier spin. 20 million parameters, responses of 64 to 512 tokens; in bfloat16, which a CPU may have no fast
+products for, the quickstart's base, 24 to 128 tokens.
 """
 
 import tempfile
@@ -20,11 +21,14 @@ import typer
 from megatron_dapo.algorithm.losses.clipped import Clipped
 from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.config.actor_config import LayoutConfig, LoraConfig
-from tests.actor.actor_update import Dtype, Lengths, actor_config, spread, start
+from tests.actor.actor_update import QUICKSTART, Dtype, Lengths, actor_config, spread, start
 from tests.actor.measure_actor_speed import cases
 from tools.rank_pool import RankPlace, RankPool
 
-LENGTHS = Lengths(responses=12, shortest=64, longest=512)
+LENGTHS = {
+    "float32": Lengths(responses=12, shortest=64, longest=512),
+    "bfloat16": Lengths(responses=32, shortest=24, longest=128),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ def seconds(place: RankPlace, folder: Path, technique: Technique, used: bool, up
     real = device.prepare_for
     off = {} if used or technique.sums else {"gradient_accumulation": False}
     with mock.patch.object(device, "prepare_for", lambda *given: replace(real(*given), **off)):
-        actor, batch = start(place, folder, LENGTHS, actor_config(**fields), technique.dtype)
+        actor, batch = start(place, folder, LENGTHS[technique.dtype], actor_config(**fields), technique.dtype)
     objective, found = PolicyObjective(loss=Clipped(low=0.2, high=0.28)), []
     for _ in range(1 + updates):
         began = time.process_time()
@@ -76,10 +80,11 @@ def seconds(place: RankPlace, folder: Path, technique: Technique, used: bool, up
 def table(*, rounds: int, updates: int, only: str) -> Iterator[str]:
     """The Markdown table, line by line as it is measured."""
     with tempfile.TemporaryDirectory() as temporary, RankPool("cpu") as pool:
-        folder = cases(Path(temporary))[-1].folder
+        large = cases(Path(temporary))[-1].folder
         yield "| technique | without, CPU s | with | time without / with |"
         yield "|---|---|---|---|"
         for technique in (each for each in TECHNIQUES if only in each.name):
+            folder = large if technique.dtype == "float32" else QUICKSTART
             found: dict[bool, list[float]] = {False: [], True: []}
             for used in [False, True] * rounds:
                 ranks = pool.run(technique.base.world_size, seconds, folder, technique, used, updates, timeout_s=1200)
