@@ -10,7 +10,7 @@ products for, the quickstart's base, 24 to 128 tokens.
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +37,7 @@ class Technique:
 
     name: str
     on: dict[str, Any]
-    base: LayoutConfig = LayoutConfig()
+    base: LayoutConfig = field(default_factory=LayoutConfig)
     dtype: Dtype = "float32"
     sums: bool = True
     """Without it weight gradients are added after the matrix product."""
