@@ -70,7 +70,7 @@ class RankTrace:
     seconds: float = 0.0
 
     added_gradients: int = 0
-    """Matrix products of TransformerEngine that added a weight's gradient to its float32 buffer."""
+    """Matrix products that added a weight's gradient to its float32 buffer."""
 
 
 def disagreements(traces: Sequence[RankTrace]) -> list[str]:

@@ -159,6 +159,17 @@ def _replace_torch(meter: Meter, hf: HFModelConfig, layout: LayoutConfig) -> Non
 
     torch.tensor = lambda data, **options: tensor(numbers(data), **options)
 
+    addmm = torch.addmm
+
+    def product(total: Any, *factors: Any, out_dtype: Any = None, **options: Any) -> Any:
+        """torch's, without numbers, takes `out_dtype` for a factor."""
+        if out_dtype is None:
+            return addmm(total, *factors, **options)
+        te_layers.added_gradients.append(total.shape)
+        return total
+
+    torch.addmm = product
+
     owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
     for owner in owners:
         what = f"{owner.__name__}.synchronize"

@@ -65,7 +65,7 @@ def install() -> None:
 
 
 added_gradients: list[torch.Size] = []
-"""Of the products that were added to a float32 buffer."""
+"""Of the products that were added to a float32 buffer; `one_rank` notes those of other layers."""
 
 
 def generic_gemm(a: Tensor, transa: bool, b: Tensor, transb: bool, *rest: Any, **options: Any) -> Any:
