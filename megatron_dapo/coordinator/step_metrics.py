@@ -15,7 +15,7 @@ from megatron_dapo.actor.step_data import ROUTER_SUMS, UpdateMetrics
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
-from megatron_dapo.coordinator.batch import FilledBatch
+from megatron_dapo.coordinator.batch import FilledBatch, Gap
 from megatron_dapo.coordinator.checkpoints import Progress
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
@@ -82,8 +82,7 @@ def step_metrics(
         "optimizer_step": progress.optimizer_step,
         "weight_version": progress.weight_version,
         "entropy": float(batch.old.entropy.mean()),
-        # Where all tokens are stale, a gap of 0 would say that engine and trainer were compared.
-        **{f"mismatch/{name}": value for name, value in asdict(gap.current).items() if gap.stale_share < 1},
+        **_mismatch_metrics(gap),
         "staleness/share": gap.stale_share,
         "staleness/kl": gap.stale.kl,
         "staleness/mean": float(behind.mean()),
@@ -170,6 +169,12 @@ def write_samples(
         )
     append_lines(path, map(json.dumps, lines))
     return lines
+
+
+def _mismatch_metrics(gap: Gap) -> dict[str, float]:
+    """Nothing where all tokens are stale: a gap of 0 would say that engine and trainer were compared."""
+    names = () if gap.stale_share == 1 else ("kl", "max_abs", "mean_abs")
+    return {f"mismatch/{name}": getattr(gap.current, name) for name in names}
 
 
 def _response_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float | int]:
