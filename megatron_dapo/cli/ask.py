@@ -74,13 +74,15 @@ async def by_server(config: Config, text: Any, request: GenerationRequest) -> st
 def _by_transformers(model: Path, tokenizer: Any, request: GenerationRequest) -> None:
     """Prints the answer as it is written."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
-    from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+    from megatron_dapo.actor.weights.hf_files import WeightsError
 
-    with SafetensorsReader(model):
-        pass  # a file that is missing or cut is named, as before a run
-    network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(str(model), dtype="auto", local_files_only=True)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{model}: {error}; fetch its weights again") from None
     ids, sampling = torch.tensor(request.prompt_ids[None], dtype=torch.int64), request.sampling
     drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
     drawn |= {"max_new_tokens": sampling.max_new_tokens, "top_p": sampling.top_p, "top_k": 0}
