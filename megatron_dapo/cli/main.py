@@ -61,7 +61,10 @@ def report(
 
     file = out or runs[0] / "report.html"
     page = report_page([Run(folder) for folder in runs], smooth)
-    file.write_text(page, encoding="utf-8", errors="backslashreplace")  # a path may have any bytes
+    try:
+        file.write_text(page, encoding="utf-8", errors="backslashreplace")  # a path may have any bytes
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; name another place with --out", str(file)) from None
     print(str(file).encode(errors="backslashreplace").decode())
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_dapo.cli.command_line import ConfigFile, Overrides
-from megatron_dapo.config import load_config
+from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.storage.run_dir import usable
 
 
@@ -52,7 +52,10 @@ def slurm(
     with usable(loaded.run.dir):
         (Path(loaded.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: {error.strerror}; name another place") from None
         text = f"sbatch {shlex.quote(str(out))}\n"
     print(text, end="")

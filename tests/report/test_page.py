@@ -392,7 +392,7 @@ def test_the_command_writes_the_file_and_says_where(tmp_path, run_command, capsy
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
     assert "out.html" in capsys.readouterr().out
     assert run_command("report", str(folder), "--out", str(tmp_path / "no" / "out.html")) == ExitCode.FAILED
-    assert "No such file or directory: " + repr(str(tmp_path / "no" / "out.html")) in capsys.readouterr().err
+    assert "name another place with --out: " + repr(str(tmp_path / "no" / "out.html")) in capsys.readouterr().err
     assert json.loads((folder / "manifest.json").read_text()), "nothing in the run directory is touched"
 
 
