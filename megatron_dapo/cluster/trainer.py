@@ -152,10 +152,12 @@ class Trainer:
         """Send the weights to servers that are paused, and compute the same checksums."""
         return await self._everyone("send", lambda rank: rank.weights.send(request, kinds))
 
-    async def begin_checkpoint(self, folder: Path, *, wait: bool) -> bool:
-        """Returns when everything is copied, or with `wait` written: whether it is still to be written. It counts once
-        `checkpoint_finished`."""
-        return await self._everyone("checkpoint", lambda rank: rank.actor.begin_checkpoint(folder, background=not wait))
+    async def save_checkpoint(self, folder: Path) -> None:
+        await self._everyone("save_checkpoint", lambda rank: rank.actor.save_checkpoint(folder))
+
+    async def begin_checkpoint(self, folder: Path) -> bool:
+        """Returns when everything is copied, whether it is still to be written; `finish_checkpoint` follows."""
+        return await self._everyone("begin_checkpoint", lambda rank: rank.actor.begin_checkpoint(folder))
 
     async def checkpoint_finished(self) -> bool:
         """Whether the checkpoint that was begun is whole."""

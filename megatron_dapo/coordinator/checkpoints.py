@@ -242,8 +242,9 @@ class Checkpoints(AbstractAsyncContextManager["Checkpoints"]):
         self._state_of = self.clock()
         await self.finish()
         folder = self.run_dir.aside(self.run_dir.path / "checkpoints" / f"step_{progress.rollout_step}")
-        wait = wait or not self.config.checkpoint_in_background
-        background = await self.trainer.begin_checkpoint(folder / "actor", wait=wait)
+        background = self.config.checkpoint_in_background and not wait
+        save = self.trainer.begin_checkpoint if background else self.trainer.save_checkpoint
+        background = bool(await save(folder / "actor"))
         await asyncio.to_thread(save_progress, progress, folder)  # seconds, with the tokens of a whole batch
         return partial(self._publish, progress, folder, background)
 

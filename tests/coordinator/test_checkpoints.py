@@ -34,12 +34,12 @@ class Ranks:
         self.failure: Exception | None = None
         self.under_way: Path | None = None
 
-    async def begin_checkpoint(self, folder: Path, *, wait: bool) -> bool:
-        if wait and self.failure:
+    async def save_checkpoint(self, folder: Path) -> None:
+        if self.failure:
             raise self.failure
-        if wait:
-            folder.mkdir()
-            return False
+        folder.mkdir()
+
+    async def begin_checkpoint(self, folder: Path) -> bool:
         assert self.under_way is None, "one copy at a time"
         self.under_way = folder
         if not self.room:

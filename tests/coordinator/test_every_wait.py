@@ -145,7 +145,7 @@ def test_weights_in_memory_that_never_arrive(folders: list[Path]) -> None:  # no
     [
         (lambda trainer: trainer.update([], None, 1.0), "trainer update"),
         (lambda trainer: trainer.export_hf(Path("x")), "trainer export_hf"),
-        (lambda trainer: trainer.begin_checkpoint(Path("x"), wait=True), "trainer checkpoint"),
+        (lambda trainer: trainer.save_checkpoint(Path("x")), "trainer save_checkpoint"),
         (lambda trainer: trainer.load_checkpoint(Path("x")), "trainer load_checkpoint"),
         (lambda trainer: trainer.write_weights(Path("x"), ()), "trainer write"),
         (lambda trainer: trainer.send_weights(None, ()), "trainer send"),
