@@ -80,7 +80,7 @@ def objective_of(algorithm: AlgorithmConfig) -> PolicyObjective:
         inspect.signature(loss).bind("log_probs", "columns")
         if taken := TAKEN_NAMES.intersection(loss.stat_names):
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
-    except (AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"algorithm.policy_loss = {name}, a class made with loss_options {options}: {error}"
         ) from None

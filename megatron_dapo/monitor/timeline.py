@@ -43,6 +43,7 @@ class SpanFile:
     def write(self) -> None:
         """Append what was gathered to the file."""
         if self._lines:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             append_lines(self._path, self._lines)
             self._lines = []
 

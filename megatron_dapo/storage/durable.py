@@ -117,7 +117,6 @@ def append_lines(file: Path, lines: Iterable[str], *, durable: bool = False) -> 
     Args:
         durable: they are on disk, whatever becomes of the machine.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     drop_torn_line(file)
     with naming(file), file.open("a", encoding="utf-8") as stream:
         stream.writelines(f"{line}\n" for line in lines)

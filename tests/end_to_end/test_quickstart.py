@@ -161,7 +161,7 @@ def weights(folder: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("then", ["", pytest.param("loses a rank", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("then", [pytest.param("", marks=pytest.mark.slow), "loses a rank"])
 def test_a_run_that_is_killed_ends_with_the_same_weights_bit_for_bit(whole, tmp_path, then):
     """Law 4, with real parts: the same prompts in the same order, none lost, none trained twice, equal weights. Its
     checkpoints are those that time alone asks for."""
