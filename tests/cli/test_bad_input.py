@@ -140,9 +140,7 @@ def test_a_run_directory_that_a_live_run_holds(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
     with lock_folder(tmp_path / "run"):
-        expect(
-            run(), ExitCode.CONFIG, "another process writes there", "megatron-dapo status", within_s=30
-        )
+        expect(run(), ExitCode.CONFIG, "another process writes there", "megatron-dapo status", within_s=30)
 
 
 def test_a_run_directory_that_cannot_be_written(refused, tmp_path):

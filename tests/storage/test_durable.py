@@ -42,7 +42,9 @@ def test_whole_lines_stay(tmp_path, left, kept):
 
 
 def test_lines_come_behind_the_last_whole_one(tmp_path):
-    file = tmp_path / "folder" / "lines"
+    with pytest.raises(OSError, match="folder/lines"):  # a run directory that has gone is not made anew elsewhere
+        append_lines(tmp_path / "folder" / "lines", ["one"])
+    file = tmp_path / "lines"
     append_lines(file, ["one"])
     file.write_text(file.read_text() + "tor")
     append_lines(file, ["two", "three"], durable=True)
