@@ -69,7 +69,7 @@ def test_fp8_rollouts_are_trained_with_any_correction(tmp_path: Path, corrected:
 
 
 def test_servers_on_a_cpu_are_refused_before_one_starts(tmp_path: Path) -> None:
-    with pytest.raises(PlacementError, match=r"rollout\.quantization: .* GPUs alone.* set it to none"):
+    with pytest.raises(PlacementError, match=r"rollout\.quantization: need GPUs.* quantization to none"):
         own_engines(config_of(tmp_path, *FP8), tmp_path, gpus=())
     assert len(own_engines(config_of(tmp_path, *FP8), tmp_path, gpus=("0",))) == 1
 

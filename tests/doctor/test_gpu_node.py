@@ -56,10 +56,10 @@ def test_gpus_that_other_nodes_bring_are_no_failure(machine, config):
     machine.program("nvidia-smi", f"#!/bin/sh\necho '{GPU}'\n")
     machine.module("torch", TORCH.replace("return 8", "return 1"))
     status, _, found, _ = only(machine, config)
-    assert (status, found.partition("; ")[2]) == (FAIL, "a tensor-parallel group of 4 stands on one node")
+    assert (status, found.partition("; ")[2]) == (FAIL, "a tensor-parallel group of 2 stands on one node")
     alone = {"actor.layout.tensor": 1, "actor.layout.sequence_parallel": False}
     status, _, found, fix = only(machine, changed(config, alone))
-    assert (status, found.partition("; ")[2]) == (WARNING, "trainer and servers need 4 more, on other nodes")
+    assert (status, found.partition("; ")[2]) == (WARNING, "trainer and servers need 5 more, on other nodes")
     assert "srun --nodes=1 --gpus-per-node=8 megatron-dapo doctor" in fix
     assert only(machine, changed(config, alone | {"rollout.tensor_parallel": 2}))[0] == WARNING, "on two nodes"
     shared = {"run.mode": "colocated", "actor.layout.data": 4, "rollout.tensor_parallel": 4}

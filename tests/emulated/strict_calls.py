@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
+from tests.emulated.strict_board import StrictError
+
 _AVG = "AVG"
 
 
@@ -65,3 +67,13 @@ def reduce_scatter(gloo: Any, output: torch.Tensor, values: Sequence[torch.Tenso
     all_reduce(gloo, whole, op)
     parts = whole.split([value.numel() for value in values])
     output.copy_(parts[gloo.rank()].view(output.shape))
+
+
+def addmm(device: object, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch.addmm, with CUDA's result of another type than its factors."""
+    total, *factors = args
+    if (wanted := kwargs.pop("out_dtype", None)) is not None:
+        if not (total.dtype == kwargs["out"].dtype == wanted == torch.float32 and factors[0].dtype == factors[1].dtype):
+            raise StrictError(f"addmm of {[each.dtype for each in args]} gives no {wanted}")
+        factors = [each.to(wanted) for each in factors]
+    return func(total, *factors, **kwargs)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.emulated import strict_stream
 from tests.emulated.strict_board import StrictError
-from tests.emulated.strict_calls import shapes
+from tests.emulated.strict_calls import addmm, shapes
 from tests.emulated.strict_memory import Storages, meets
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -293,8 +293,7 @@ def _is_cpu(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]
 
 
 def _to_numpy(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if tensor in device.here:
+    if (tensor := args[0]) in device.here:
         raise StrictError(f"numpy() of {shapes([tensor])} on cuda:0: call cpu() first")
     if tensor in device.late:
         raise StrictError(f"numpy() of {shapes([tensor])} that a non-blocking copy from the device still fills")
@@ -321,20 +320,10 @@ def _device(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]
     return CUDA if args and isinstance(args[0], int) else func(*args, **kwargs)
 
 
-def _addmm(device: EmulatedDevice, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """With CUDA's result of another type than its factors."""
-    total, *factors = args
-    if (wanted := kwargs.pop("out_dtype", None)) is not None:
-        if not (total.dtype == kwargs["out"].dtype == wanted == torch.float32 and factors[0].dtype == factors[1].dtype):
-            raise StrictError(f"addmm of {[each.dtype for each in args]} gives no {wanted}")
-        factors = [each.to(wanted) for each in factors]
-    return func(total, *factors, **kwargs)
-
-
 _T = torch.Tensor
 _OWN: dict[Any, Callable[..., Any]] = {
     torch.device: _device,
-    torch.addmm: _addmm,
+    torch.addmm: addmm,
     _T.to: _to,
     _T.cpu: _cpu,
     _T.cuda: _cuda,
