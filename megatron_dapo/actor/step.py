@@ -217,8 +217,9 @@ class ForwardBackward:
         states."""
         rows, targets, places = item.index.unbind()
         wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens
-        # An index [0] instead would write the whole gradient once more in backward.
-        output, weight = output.squeeze(0), output_weight(self.chunks[-1])
+        # An index [0] would write the whole gradient once more in backward. A squeeze(0) gives it strides of which
+        # matmul makes a product for each token, where the weight below has no gradient (LoRA).
+        output, weight = output.transpose(0, 1).squeeze(1), output_weight(self.chunks[-1])
         if weight is None:
             log_probs, entropy = log_prob.token_log_probs(output, *wanted, temperature=temperature, chunk=chunk)
         else:

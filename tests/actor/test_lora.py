@@ -132,6 +132,22 @@ def test_the_gradient_is_that_of_the_merged_weights(gloo, layout, lora, fields, 
     assert max(errors.values()) < 4e-5, errors
 
 
+def products_of_tokens(place: RankPlace, folder: Path, data: Columns) -> tuple[int, int]:
+    """Batched matrix products, and others, of an update."""
+    config = config_of({})
+    actor = start_actor(place, folder, config)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        actor.update([mini_batch(data, config, without=NONE_OF)], PolicyObjective(), TEMPERATURE)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    return calls.get("aten::bmm", 0), calls["aten::mm"]
+
+
+def test_the_frozen_output_layer_multiplies_all_tokens_at_once(gloo, model, data):
+    """Not a product with the whole weight for each token, which takes 20 times as long."""
+    [(batched, others)] = gloo(1, products_of_tokens, model, data)
+    assert (batched, others > 0) == (0, True)
+
+
 def train(place: RankPlace, folder: Path, layout: dict, data: Columns, out: Path, fields: dict, load: Path | None):
     """Two steps, a checkpoint, two more and an export; with `load` the last two alone. Reports, the reference's
     log-probs before and after, and bytes of weights, gradients, moments and W."""
