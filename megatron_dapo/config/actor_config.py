@@ -148,8 +148,8 @@ class ActorConfig:
 
     overlap: bool | None = None
     """Communicate while computing: sum gradients in backward, gather the distributed optimizer's weights in forward
-    (not with adapters), pass on virtual stages' outputs. Not tensor parallelism, nor CUDA graphs: both need one shape
-    in all steps. None: on CUDA; virtual stages everywhere."""
+    (not with adapters), pass on virtual stages' outputs. Not tensor parallelism, nor CUDA graphs: both need one shape.
+    None: on CUDA; virtual stages everywhere."""
 
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 format of matrix products inside the layers, by TransformerEngine on CUDA. `hybrid`: E4M3 forward, E5M2

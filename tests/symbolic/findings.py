@@ -19,9 +19,10 @@ CLOSE = 0.03
 CAUTIOUS = 0.05
 """And below it: a plan that asks for a little too much wastes a part of a GPU, and ends no run."""
 
-SMALL = 4e8
+SMALL = 4.5e8
 """Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing; where gradients are added
-to their buffers TransformerEngine keeps one stand-in for each shape of a weight (0.32 GB at 32B, TP 8)."""
+to their buffers TransformerEngine keeps one stand-in for each shape of a weight (0.32 GB at 32B, TP 8), which the plan
+counts with the framework."""
 
 
 class Call(NamedTuple):
