@@ -115,7 +115,7 @@ def pictures(runs: Sequence[Path], folder: Path) -> None:
     terminal = environment.get_template("terminal.html.j2").render(
         command=f"megatron-dapo plan {PLANNED}", text=plan.stdout
     )
-    pages = {"report": (report_page(found), 720), "throughput": (page([last]), 860), "plan": (terminal, 940)}
+    pages = {"report": (report_page(found), 720), "throughput": (page([last]), 860), "plan": (terminal, 960)}
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         for name, (html, height) in pages.items():
