@@ -148,7 +148,9 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("token_mean", "gspo") else [pytest.mark.slow]) for name in CASES]
+)
 def test_the_gradient_is_that_of_the_drawn_tokens(gloo, model, numbers, name):
     data, wanted = columns_of(numbers, name), reference_gradient(model, numbers, name)
     objective = PolicyObjective(loss=CASES[name])

@@ -36,7 +36,7 @@ HERE, ELSEWHERE = set(), {2, 15}
 @pytest.mark.parametrize(
     ("word", "signals", "blocked"),
     [
-        pytest.param(signal.SIGINT, ONE, HERE, id="SIGINT"),
+        pytest.param(signal.SIGINT, ONE, HERE, id="SIGINT", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, TWO, ELSEWHERE, id="SIGTERM twice in another thread"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)

@@ -115,11 +115,11 @@ TENSOR, STAGES = {"tensor": 2}, {"pipeline": 2}
     ("fault", "layout"),
     [
         (("exit", 1), TENSOR),
-        (("refuse", 1), TENSOR),
         (("hang", 1), STAGES),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (("refuse", 1), TENSOR),
                 (("exit", -1), TENSOR),
                 (("exit", -1), STAGES),
                 (("hang", 1), TENSOR),

@@ -207,7 +207,7 @@ def in_its_middle(state, before):
 @pytest.mark.parametrize(
     ("mode", "lost"),
     [
-        pytest.param("colocated", False, id="colocated, stopped"),
+        pytest.param("colocated", False, id="colocated, stopped", marks=pytest.mark.slow),
         pytest.param("async", False, id="async, stopped"),
         pytest.param("sync", True, id="sync, fleet lost"),
         pytest.param("sync", False, id="sync, stopped", marks=pytest.mark.slow),

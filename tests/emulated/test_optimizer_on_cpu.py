@@ -133,6 +133,7 @@ def without_break(strict, model, data, tmp_path_factory) -> tuple[dict[bool, lis
     return found, out
 
 
+@pytest.mark.slow
 def test_steps_before_and_after_a_reset_are_those_of_the_device(without_break):
     found, _ = without_break
     assert found[True] == found[False]
@@ -149,6 +150,7 @@ def test_a_checkpoint_goes_on_on_the_other_side(strict, written_on_cpu, without_
         assert results[0][0][0] == found[True][at], name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_at_another_layout(strict, without_break, model, data):
     """Rounding of bfloat16 differs between layouts."""
     found, out = without_break

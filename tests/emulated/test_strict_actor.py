@@ -255,6 +255,7 @@ def test_adapters_live_as_in_one_process(strict, gloo, layout, fields, model, da
     check(found, exported(tmp_path / "strict"), wanted, exported(tmp_path / "one"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [

@@ -1,4 +1,4 @@
-"""The whole loop with its real parts: Megatron-Core at TP=2, an SGLang server, Ray. Three rollout steps of small
+"""The whole loop with its real parts: Megatron-Core at TP=2, an SGLang server, Ray. Two rollout steps of small
 batches."""
 
 import json
@@ -23,9 +23,9 @@ from tests.ledger_check import check_ledger
 from tests.processes import ROOT, Running
 from tools.profile_throughput import main as profile
 
-STEPS = 3
+STEPS = 2
 SMALL = (
-    f"run.rollout_steps={STEPS}",
+    "run.rollout_steps=3",
     "run.checkpoint_every=1",
     "algorithm.prompts_per_step=6",
     "algorithm.mini_batch_responses=16",
@@ -36,6 +36,7 @@ SMALL = (
     "actor.layout.data=1",
     "rollout.servers=1",
 )
+SHORT = f"run.rollout_steps={STEPS}"
 BY_TIME = ("run.checkpoint_every=0", "run.checkpoint_minutes=0.001")
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,7 +51,7 @@ def start(run_dir: Path, *overrides: str, module: str = "megatron_dapo.cli.main"
 def whole(tmp_path_factory) -> Path:
     """An uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    finished = start(run_dir).finish(300)
+    finished = start(run_dir, SHORT).finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     (run_dir.parent / "said.txt").write_text(finished.output)
@@ -84,9 +85,9 @@ def test_the_run_directory_holds_what_the_docs_say(whole):
 
 def test_every_step_has_its_metrics(whole):
     steps = lines(whole)
-    assert [step["rollout_step"] for step in steps] == [1, 2, 3]
-    assert [step["optimizer_step"] for step in steps] == [3, 6, 9]
-    assert [step["weight_version"] for step in steps] == [1, 2, 3]
+    assert [step["rollout_step"] for step in steps] == [1, 2]
+    assert [step["optimizer_step"] for step in steps] == [3, 6]
+    assert [step["weight_version"] for step in steps] == [1, 2]
     for step in steps:
         assert 0 <= step["accuracy/mean"] <= 1
         assert step["response_length/mean"] <= step["response_length/max"]
@@ -161,13 +162,13 @@ def weights(folder: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("then", [pytest.param("", marks=pytest.mark.slow), "loses a rank"])
+@pytest.mark.parametrize("then", ["", pytest.param("loses a rank", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_ends_with_the_same_weights_bit_for_bit(whole, tmp_path, then):
     """Law 4, with real parts: the same prompts in the same order, none lost, none trained twice, equal weights. Its
     checkpoints are those that time alone asks for."""
     run_dir = tmp_path / "run"
-    running = start(run_dir, *BY_TIME)
-    running.wait_for("step 1/3", 240)
+    running = start(run_dir, SHORT, *BY_TIME)
+    running.wait_for(f"step 1/{STEPS}", 240)
     deadline = time.monotonic() + 60
     while not (run_dir / "checkpoints" / "latest").exists():  # written beside training
         assert time.monotonic() < deadline
@@ -178,7 +179,7 @@ def test_a_run_that_is_killed_ends_with_the_same_weights_bit_for_bit(whole, tmp_
     assert killed.code == -signal.SIGKILL
     assert killed.left_behind == (), "a killed coordinator must not leave servers or ranks behind"
 
-    running = start(run_dir, *BY_TIME, "run.resume=true")
+    running = start(run_dir, SHORT, *BY_TIME, "run.resume=true")
     if then == "loses a rank":
         deadline = time.monotonic() + 240
         while not running.named("ray::TrainerRank"):  # killed as soon as it is there: its start costs as much as a step
@@ -217,7 +218,7 @@ def test_colocated_trainer_and_server_end_with_the_same_weights_bit_for_bit(whol
     """Each side leaves its memory while the other works; what it computes is the same."""
     run_dir = tmp_path / "run"
     colocated = "run.mode=colocated", "actor.offload.between_phases=all", f"rollout.weight_sync={sync}"
-    finished = start(run_dir, *colocated).finish(300)
+    finished = start(run_dir, SHORT, *colocated).finish(300)
     assert finished.code == ExitCode.FINISHED, finished.output
     assert finished.left_behind == ()
     assert fates(run_dir) == fates(whole)
@@ -268,7 +269,7 @@ def private_mounts() -> bool:
 def test_a_full_disk_ends_the_run_with_its_checkpoint_whole(whole, tmp_path):
     """The disk holds one checkpoint of 14 MB but not a second one; made larger, the run goes on as if nothing was."""
     config = str(ROOT / "examples" / "quickstart" / "dapo.yaml")
-    command = ["unshare", "-rm", sys.executable, "-m", "tests.small_disk", str(tmp_path), "30", config, *SMALL]
+    command = ["unshare", "-rm", sys.executable, "-m", "tests.small_disk", str(tmp_path), "30", config, *SMALL, SHORT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = done.stdout.split('"state": "failed"')

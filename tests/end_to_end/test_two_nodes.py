@@ -51,6 +51,7 @@ def test_trainer_and_server_stand_on_different_nodes_and_a_lost_server_host_come
     assert not server_processes()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_explained_before_anything_loads(address, tmp_path):
     finished = start(tmp_path / "run", "rollout.servers=2").finish(60)
     assert finished.code == ExitCode.CONFIG, finished.output

@@ -128,6 +128,7 @@ def test_a_publish_waits_for_no_environment_and_asks_none_twice(local_ray, text,
     run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "on_publish",
     [pytest.param("restart", marks=pytest.mark.slow), pytest.param("recompute", marks=pytest.mark.slow), "keep"],
@@ -156,6 +157,7 @@ def test_what_a_server_draws_is_interrupted_and_goes_on_with_the_new_weights(
     run(test)
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_while_held_and_all_goes_on_afterwards(local_ray, text, talk):
     async def test():
         async with place(text, talk, processes=2, seconds=0.05) as there:
@@ -195,6 +197,7 @@ async def process_of(clients):
     return psutil.Process(await host.__ray_call__.remote(lambda self: os.getpid()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_publish", [pytest.param("restart", marks=pytest.mark.slow), "recompute"])
 def test_a_process_that_hangs_ends_no_server_in_a_publish(local_ray, text, talk, weights, monkeypatch, on_publish):
     monkeypatch.setattr(clients_module, "STOP_S", 0.5)
@@ -247,6 +250,7 @@ def test_a_lost_process_costs_what_was_drawn_since_the_last_look(local_ray, text
     run(test)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_there(local_ray, text, talk):
     sampling = DynamicSamplingConfig(filter="off")
     sizes = {"prompts_per_step": 2, "group_size": GROUP, "mini_batch_responses": GROUP}
@@ -287,6 +291,7 @@ def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_
     run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_play_goes_on_at_another_server_with_what_the_lost_one_streamed(local_ray, text, talk, end):
     async def test():

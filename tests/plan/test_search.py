@@ -64,6 +64,7 @@ def one_by_one(case: Scenario, worlds: range, gpus: int) -> float:
     return min(seconds)
 
 
+@pytest.mark.slow
 def test_nothing_that_is_tried_one_by_one_is_faster(constants):
     """Six GPUs, a 7B model, less memory than there is, so that recompute and offload matter."""
     tight = dataclasses.replace(constants, gpu_memory=70e9)
@@ -101,6 +102,7 @@ def test_other_modes_and_what_is_kept(constants):
         assert plan.case.config.rollout.servers == case.config.rollout.servers
 
 
+@pytest.mark.slow
 def test_state_that_is_on_the_cpu_is_not_offloaded_besides(constants):
     case = scenario(RECIPES / "h100_16.yaml", constants)
     case = case.changed({"actor.optimizer.on_cpu": True, "actor.offload.optimizer_state": False})

@@ -16,6 +16,7 @@ from tests.rollout.folders import save_model
 from tests.rollout.real_kit import START_S, Place, all_of, assert_log_probs, make_place, requests_of
 
 pytestmark = [
+    pytest.mark.slow,  # test_real_experts_told starts such a server by default
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.is_available(), reason="this server is started for the CPU"),
 ]

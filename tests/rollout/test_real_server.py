@@ -373,6 +373,7 @@ def test_after_a_kill_deterministic_responses_are_those_of_an_undisturbed_server
     assert place.fleet.members[0].restarts == 1
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced_and_its_responses_go_on(places: dict[str, Place]) -> None:
     """What it had streamed is kept: no token is drawn twice."""
     place, asked = places["qwen2"], requests_of(8, seed=9, tokens=200)

@@ -212,6 +212,7 @@ def test_ours_trains_every_useful_prompt_in_order_and_first_completed_prefers_th
     assert sum(fate == "trained" for fate in fates.values()) == 6 * 32
 
 
+@pytest.mark.slow
 def test_the_table_and_the_file_hold_the_same_figures(tmp_path, capsys):
     common = ["--prompts", "16", "--engines", "2", "--slots", "16", "--steps", "2", "--warm-steps", "1"]
     assert main([*common, "--only", "async", "--json", str(tmp_path / "f.json")]) == 0

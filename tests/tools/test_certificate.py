@@ -199,7 +199,7 @@ def test_the_quickstart_is_certified(capsys):
         assert output.count(f" {name} ") == 2
 
 
-@pytest.mark.parametrize("replay", ["false", "true"])
+@pytest.mark.parametrize("replay", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_mixture_of_experts_is_certified(experts, capsys, replay):
     """Under routing replay with experts that no router would choose."""
     layout = ("actor.layout.tensor=1", "actor.layout.data=2", "actor.layout.expert=2", f"actor.routing_replay={replay}")

@@ -8,6 +8,7 @@ from tests.tools.timelines import write_timeline
 from tools.docs_pages import pictures
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_report_throughput_and_plan_are_pictured(tmp_path):
     image = pytest.importorskip("matplotlib.image")

@@ -57,7 +57,8 @@ def install(place: Installer) -> None:
     Installer(place.root, place.venv).install()
 
 
-@pytest.mark.parametrize("place", ["uv", pytest.param("pip", marks=[pytest.mark.slow] if UV else [])], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["uv", "pip"], indirect=True)
 def test_an_install_is_done_once_taken_up_again_and_follows_its_inputs(place, monkeypatch, capfd):
     install(place)
     said = capfd.readouterr().out

@@ -31,6 +31,7 @@ def data(model) -> Columns:
     return columns(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

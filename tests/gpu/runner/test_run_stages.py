@@ -152,6 +152,7 @@ def test_no_stage_stops_the_others(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"results.json", "gpu.md", "logs.tar.gz"}
 
 
+@pytest.mark.slow
 def test_stages_run_side_by_side_and_then_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     wanted = {name: {"deadline_s": 90} for name in ("alone", "crash", "orphan", "meets", "met")}
@@ -172,7 +173,7 @@ def test_stages_run_side_by_side_and_then_alone(tmp_path: Path) -> None:
     assert [line.split()[1] for line in again.splitlines() if line.startswith("===")] == ["orphan:"]
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("by", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_cut_command_keeps_what_was_found_and_leaves_no_process(by: signal.Signals, tmp_path: Path) -> None:
     stages: dict[str, dict[str, Any]] = {"hang": {}, "good": {}}
     file = tmp_path / "results" / "results.json"
@@ -192,6 +193,7 @@ def test_a_cut_command_keeps_what_was_found_and_leaves_no_process(by: signal.Sig
     assert outcomes == {"hang": "interrupted", "good": "passed"}
 
 
+@pytest.mark.slow
 def test_the_limit_of_the_command_cuts_stages_side_by_side(tmp_path: Path) -> None:
     fields: dict[str, dict[str, Any]] = {"hang": {}, "good": {"alone": True}, "skip": {"planned_s": 100}}
     code, results, _ = run(tmp_path, fields, "--together", "--minutes", "0.1")
@@ -204,6 +206,7 @@ def test_the_limit_of_the_command_cuts_stages_side_by_side(tmp_path: Path) -> No
     assert code == 1
 
 
+@pytest.mark.slow
 def test_a_resume_runs_what_has_no_result(tmp_path: Path) -> None:
     long = {"planned_s": 100}
     code, results, _ = run(tmp_path, {"good": {}, "skip": long}, "--minutes", "1")
