@@ -106,9 +106,7 @@ def adamw(folder: Path, gradient: dict[str, torch.Tensor], scale: float) -> dict
 
 # How the experts' weights are normalised does not depend on the layout.
 CASES = [(layout, True) for layout in LAYOUTS if "expert_tensor" not in layout] + [({"data": 2, "expert": 2}, False)]
-SLOW_CASES = [
-    (each, way) for each in [*LAYOUTS, *SLOW_LAYOUTS] for way in (True, False) if (each, way) not in CASES
-]
+SLOW_CASES = [(each, way) for each in [*LAYOUTS, *SLOW_LAYOUTS] for way in (True, False) if (each, way) not in CASES]
 
 
 @pytest.mark.parametrize(

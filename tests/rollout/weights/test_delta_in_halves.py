@@ -99,9 +99,7 @@ def _breaks_off(made: Halves, half: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "restarts", [pytest.param(True, id="restarted"), pytest.param(False, id="as it is")]
-)
+@pytest.mark.parametrize("restarts", [pytest.param(True, id="restarted"), pytest.param(False, id="as it is")])
 def test_the_first_half_fails(trainer: MemoryTrainer, tmp_path: Path, restarts: bool) -> None:
     """The second is sent the changes all the same; the first everything, once, even if it believes to hold the old."""
     with halves(trainer, tmp_path) as made:
