@@ -3,6 +3,7 @@ plan; waits inside the loops over micro-batches. Imports no torch."""
 
 import dataclasses
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +12,18 @@ from typing import NamedTuple
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.config import Config
 from megatron_dapo.plan.memory import PHASES, RankMemory, trainer_memory
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, projections
 from megatron_dapo.plan.scenario import Calibration, Scenario
 
 CLOSE = 0.03
 """How far a traced peak may be above the planned one, relative."""
 
-CAUTIOUS = 0.05
-"""And below it: a plan that asks for a little too much wastes a part of a GPU, and ends no run."""
+CAUTIOUS = 0.06
+"""And below it: a plan that asks for a little too much wastes a part of a GPU, and ends no run. Of a weight sync it
+counts two full buckets beside the largest parameter."""
 
-SMALL = 4.5e8
-"""Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing; where gradients are added
-to their buffers TransformerEngine keeps one stand-in for each shape of a weight (0.32 GB at 32B, TP 8), which the plan
-counts with the framework."""
+SMALL = 2.5e8
+"""Bytes: a smaller difference is close too. Between phases a rank may hold next to nothing."""
 
 
 class Call(NamedTuple):
@@ -149,6 +150,17 @@ def own(stage: RankMemory, phase: str) -> float:
     return stage.peaks[phase] - stage.items[phase].get("servers' weights", 0.0)
 
 
+def stand_ins(config: Config, hf: HFModelConfig, *, last: bool) -> int:
+    """Bytes that TransformerEngine keeps from the first update on where products add gradients to their buffers: a
+    tensor in place of the gradient for each shape of a weight. The plan counts them with the framework. `last`: whether
+    the stage has the output layer."""
+    layout, sizes = config.actor.layout, projections(hf, config.actor.layout.tensor)
+    ffn = sizes["up_proj"] if hf.experts is None else hf.experts.ffn_hidden_size // layout.expert_tensor
+    rows = sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"] + sizes["o_proj"] + 3 * ffn
+    rows += math.ceil(hf.vocab_size / layout.tensor) if last else 0
+    return rows * hf.hidden_size * DTYPE_BYTES[config.model.dtype]
+
+
 def first_of_stage(trace: RankTrace) -> bool:
     return not any(at for what, at in trace.place.items() if what != "pipeline")
 
@@ -161,12 +173,16 @@ class Findings:
         stages = trainer_memory(Scenario(config, hf, bare))
         by_stage = config.way_of_weights(on_gpus=True) in ("distributed", "delta")
         self.traces, self.waits, self.disagreements = traces, loop_waits(traces), disagreements(traces)
-        self.peaks = [
-            Peak(trace.rank, phase, trace.peaks[phase], own(stages[trace.place["pipeline"]], phase))
-            for trace in traces
-            for phase in PHASES
-            if phase != "weight sync" or trace.rank == 0 or (by_stage and first_of_stage(trace))  # others gather none
-        ]
+        self.peaks = []
+        for trace in traces:
+            at = trace.place["pipeline"]
+            kept = all(words in trace.kernels for words in ("TransformerEngine", "accumulation: in the matrix product"))
+            more = stand_ins(config, hf, last=at == len(stages) - 1) if kept else 0
+            self.peaks += [
+                Peak(trace.rank, phase, trace.peaks[phase], own(stages[at], phase) + more)
+                for phase in PHASES
+                if phase != "weight sync" or trace.rank == 0 or (by_stage and first_of_stage(trace))  # others gather none
+            ]
 
     @property
     def faults(self) -> list[str]:
