@@ -77,12 +77,13 @@ def test_colocated_servers_follow_the_ranks_whatever_the_order_of_the_visible_gp
     assert list(engines.gpus_for_servers(config, ("10", "9", "GPU-8a", "GPU-1c"))) == ["9", "10", "GPU-1c", "GPU-8a"]
 
 
-def test_ray_is_told_of_a_gpu_for_each_rank(monkeypatch):
+def test_ray_is_told_of_a_gpu_for_each_rank(monkeypatch, tmp_path):
     told = {}
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: told.update(options))
+    monkeypatch.setattr(ray_cluster, "new_temp_dir", lambda: str(tmp_path))
     monkeypatch.setattr(ray_cluster, "RaySweeper", lambda _: SimpleNamespace(rays="/tmp/x", close=lambda: None))
     for device, gpus in (("auto", 3), ("cuda", 3), ("cpu", 0)):
         assert (ray_cluster.Cluster(processes=3, device=device).use_gpu, told["num_gpus"]) == (gpus > 0, gpus)
