@@ -1,4 +1,4 @@
-"""Log-probs and entropies on a GPU: values and gradients against float64, memory and time against the plain way."""
+"""Log-probs, entropies and gradients of weights on a GPU: against float64; memory and time against the plain way."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dapo.actor.device.weight_gradients import wgrad_gemm_accum_fp32
 from megatron_dapo.actor.model.log_prob import VocabularyShard, linear_token_log_probs, token_log_probs
 from tests.gpu.place import DEVICE, ON_CPU
 
@@ -53,6 +54,36 @@ def test_fused_linear():
     torch.testing.assert_close(got[0].double().cpu(), wanted[0], rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(ours, references, strict=True):
         assert (mine.grad.double().cpu() - theirs.grad).norm() <= 1e-4 * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_adds_to_a_float32_buffer(dtype):
+    """The buffer is a part of a larger one, at any place; a product of bfloat16 is not rounded before it is added."""
+    generator = torch.Generator().manual_seed(0)
+    rows, grad = (torch.randn(300, size, generator=generator).to(dtype) for size in (40, 24))
+    whole = torch.full((7 + 24 * 40 + 5,), 1000.0, device=DEVICE)
+    part = whole[7 : 7 + 24 * 40].view(24, 40)
+    for tokens in (slice(0, 200), slice(200, 200), slice(200, 300)):
+        wgrad_gemm_accum_fp32(rows[tokens].to(DEVICE), grad[tokens].to(DEVICE), part)
+    torch.testing.assert_close(part.double().cpu(), 1000 + grad.double().T @ rows.double(), rtol=1e-6, atol=1e-3)
+    assert (torch.cat((whole[:7], whole[-5:])) == 1000).all()
+
+
+def test_fused_linear_adds_to_the_buffer_of_all_micro_batches():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 64, generator=generator).bfloat16() for size in (40, 1000))
+    targets = torch.randint(1000, (40,), generator=generator)
+    reference = weight.double().requires_grad_()
+    wanted = float64(hidden.double() @ reference.T, targets, 1.0)
+    (wanted[0].sum() - 0.1 * wanted[1].sum()).backward()
+    ours, rows = weight.to(DEVICE).requires_grad_(), torch.arange(40, device=DEVICE)
+    ours.main_grad = torch.full((1000, 64), 1000.0, device=DEVICE)
+    shard = VocabularyShard(start=0, size=1000)
+    got = linear_token_log_probs(hidden.to(DEVICE), ours, rows, targets.to(DEVICE), shard, block=128)
+    (got[0].sum() - 0.1 * got[1].sum()).backward()
+    assert ours.grad_added_to_main_grad
+    added = ours.main_grad.double().cpu() - 1000
+    assert (added - reference.grad).norm() <= 1e-2 * reference.grad.norm(), "the logits are bfloat16's"
 
 
 def measured(forward: Callable[[], tuple[Tensor, Tensor]], leaves: list[Tensor]) -> dict[str, float]:
@@ -103,3 +134,29 @@ def test_memory_and_time_at_a_large_vocabulary(record):
     assert found["plain"]["gib"] > 4 * found["chunked"]["gib"]
     assert found["linear, plain"]["gib"] > 3 * found["fused linear"]["gib"]
     assert found["chunked"]["ms"] < 1.3 * found["plain"]["ms"]
+
+
+@pytest.mark.skipif(ON_CPU, reason="measures a GPU's speed")
+def test_adding_to_a_buffer_costs_no_more_than_a_product_and_an_addition(record):
+    torch.manual_seed(0)
+    rows, grad = (torch.randn(2 * TOKENS, size, device=DEVICE).bfloat16() for size in (HIDDEN, 4 * HIDDEN))
+    total = torch.zeros(4 * HIDDEN, HIDDEN, device=DEVICE)
+
+    def timed(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(6):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        return round(min(times[1:]), 3)
+
+    found = {
+        "in the product": timed(lambda: wgrad_gemm_accum_fp32(rows, grad, total)),
+        "product, then addition": timed(lambda: total.add_(grad.T @ rows)),
+        "product alone": timed(lambda: grad.T @ rows),
+    }
+    record(f"gradient of a weight, {2 * TOKENS} tokens, {4 * HIDDEN} x {HIDDEN}, bfloat16, ms", found)
+    assert found["in the product"] < 1.1 * found["product, then addition"]
