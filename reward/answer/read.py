@@ -106,7 +106,8 @@ def _read_plus_minus(inner: str) -> Answer:
 def _read_equation(text: str) -> Answer:
     """`name = ... = body`; without `=`, the text itself."""
     sides = [strip_edges(side) for side in _PATTERNS["equals"].split(text)]
-    if len(sides) == 1 or not sides[-1] or text.startswith(("\\approx", "not ", "Not ")):
+    unnamed = len(sides) == 1 or not sides[-1] or text.startswith(("\\approx", "not ", "Not "))
+    if unnamed or _PATTERNS["aside"].fullmatch(sides[0]):
         return Answer(text=text, body=text)
     if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and sides[1] not in "ei" and read_number(sides[0]):
         sides.reverse()  # `5 = x`
