@@ -77,7 +77,7 @@ def test_the_config_refuses_an_unknown_verifier():
         *[(f"Answer: B\n\n{text}", True) for text in ("Wait, the answer is B.", "But it should be A simple sum.")],
         *[(f"Answer: B\n\n{text}", False) for text in ("The correct answer is C.", "Hmm, so the answer is C.")],
         *[(f"Answer: B\n\n{text}", True) for text in ("The correct answer is B.", "So the answer is C for small n.")],
-        *[(f"Answer: B, {text}", False) for text in ("but D is also possible", "maybe C", "could be C", "as well as C")],
+        *[(f"Answer: B, {text}", False) for text in ("but D is also possible", "maybe C", "could be C", "also C")],
         *[(f"Answer: B{text}", True) for text in (": 12 m/s", " \u2014 12 m/s", ": both masses", ", but C is wrong")],
     ],
 )  # fmt: skip

@@ -181,7 +181,8 @@ class Findings:
             self.peaks += [
                 Peak(trace.rank, phase, trace.peaks[phase], own(stages[at], phase) + more)
                 for phase in PHASES
-                if phase != "weight sync" or trace.rank == 0 or (by_stage and first_of_stage(trace))  # others gather none
+                # Other ranks gather nothing.
+                if phase != "weight sync" or trace.rank == 0 or (by_stage and first_of_stage(trace))
             ]
 
     @property
