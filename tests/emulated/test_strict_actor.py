@@ -204,7 +204,7 @@ LAYOUTS = [
 ]
 
 SLOW_LAYOUTS = [
-    pytest.param({"data": 2}, DISTRIBUTED, id="data"),  # by default with experts
+    pytest.param({"data": 2}, DISTRIBUTED, id="data"),
     pytest.param({"data": 2}, {}, id="data, plain optimizer"),
     pytest.param(TENSOR, DISTRIBUTED, id="tensor, distributed optimizer"),
     pytest.param({"pipeline": 2}, {"offload": OffloadConfig(between_phases="all")}, id="pipeline"),
@@ -260,10 +260,10 @@ def test_adapters_live_as_in_one_process(strict, gloo, layout, fields, model, da
     ("layout", "fields"),
     [
         pytest.param({"data": 2, "expert": 2}, {"recompute": "full"}, id="expert"),
-        pytest.param(TENSOR | {"expert": 2}, {}, id="tensor and expert", marks=pytest.mark.slow),
-        pytest.param(TENSOR | {"expert_tensor": 2}, {}, id="expert tensor", marks=pytest.mark.slow),
-        pytest.param({"data": 4, "expert": 2, "expert_tensor": 2}, {}, id="expert and data", marks=pytest.mark.slow),
-        pytest.param({"data": 2, "pipeline": 2, "expert": 2}, {}, id="pipeline and expert", marks=pytest.mark.slow),
+        pytest.param(TENSOR | {"expert": 2}, {}, id="tensor and expert"),
+        pytest.param(TENSOR | {"expert_tensor": 2}, {}, id="expert tensor"),
+        pytest.param({"data": 4, "expert": 2, "expert_tensor": 2}, {}, id="expert and data"),
+        pytest.param({"data": 2, "pipeline": 2, "expert": 2}, {}, id="pipeline and expert"),
     ],
 )
 def test_experts_live_as_in_one_process(strict, gloo, layout, fields, tmp_path):

@@ -131,7 +131,7 @@ def test_a_publish_waits_for_no_environment_and_asks_none_twice(local_ray, text,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "on_publish",
-    [pytest.param("restart", marks=pytest.mark.slow), pytest.param("recompute", marks=pytest.mark.slow), "keep"],
+    ["restart", "recompute", "keep"],
 )
 def test_what_a_server_draws_is_interrupted_and_goes_on_with_the_new_weights(
     local_ray, text, talk, weights, on_publish
@@ -198,7 +198,7 @@ async def process_of(clients):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_publish", [pytest.param("restart", marks=pytest.mark.slow), "recompute"])
+@pytest.mark.parametrize("on_publish", ["restart", "recompute"])
 def test_a_process_that_hangs_ends_no_server_in_a_publish(local_ray, text, talk, weights, monkeypatch, on_publish):
     monkeypatch.setattr(clients_module, "STOP_S", 0.5)
 
@@ -292,7 +292,7 @@ def test_a_run_that_is_stopped_keeps_what_processes_have_drawn_and_goes_on_from_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("end", ["dies", "hangs"])
 def test_a_play_goes_on_at_another_server_with_what_the_lost_one_streamed(local_ray, text, talk, end):
     async def test():
         async with place(text, talk, processes=1, seconds=0.1) as there:

@@ -14,5 +14,6 @@ What it cannot see:
 - which rank writes which block of a checkpoint: Megatron checks that itself when it saves;
 - weight files: nothing is loaded;
 - TransformerEngine's kernels: its own Python builds, saves and communicates, over stand-ins that only make results
-  (`te_layers`). Attention is cuDNN's, also where FlashAttention is installed. FP8 and context parallelism are refused.
+  (`te_layers`). Attention is cuDNN's, also where FlashAttention is installed. FP8, context parallelism and
+  experts are refused.
 """

@@ -46,11 +46,14 @@ def report(path: Path, overrides: Sequence[str], *, ranks: str, layers: Literal[
     ):
         if value != possible:
             raise ConfigError(f"{key} = {value}: cannot be traced; give {key}={possible} for the trace")
+    hf = model_dimensions(config.model.path)[0]
+    if hf.experts is not None:
+        raise ConfigError(f"{config.model.path}: a mixture of experts cannot be traced: tokens decide its shapes")
     asked = rank_processes.chosen_ranks(ranks, config.actor.layout)
     shown = ", ".join(map(str, asked))
     print(f"tracing ranks {shown} of {config.actor.layout.world_size}, about a minute each", flush=True)
     traces = rank_processes.trace_ranks(path, overrides, asked, layers=layers, jobs=jobs)
-    findings = Findings(traces, config, model_dimensions(config.model.path)[0], load_calibration())
+    findings = Findings(traces, config, hf, load_calibration())
     print(f"\n{traces[0].kernels}\n\nPeak in GB and its deviation from the plan without framework and fragmentation:\n")
     print(findings.tables())
     print("\n".join(["", "Faults:", *findings.faults] if findings.faults else ["", "No fault was found."]))

@@ -154,10 +154,8 @@ def stand_ins(config: Config, hf: HFModelConfig, *, last: bool) -> int:
     """Bytes that TransformerEngine keeps from the first update on where products add gradients to their buffers: a
     tensor in place of the gradient for each shape of a weight. The plan counts them with the framework. `last`: whether
     the stage has the output layer."""
-    layout, sizes = config.actor.layout, projections(hf, config.actor.layout.tensor)
-    ffn = sizes["up_proj"] if hf.experts is None else hf.experts.ffn_hidden_size // layout.expert_tensor
-    rows = sizes["q_proj"] + sizes["k_proj"] + sizes["v_proj"] + sizes["o_proj"] + 3 * ffn
-    rows += math.ceil(hf.vocab_size / layout.tensor) if last else 0
+    tensor = config.actor.layout.tensor
+    rows = sum(projections(hf, tensor).values()) + (math.ceil(hf.vocab_size / tensor) if last else 0)
     return rows * hf.hidden_size * DTYPE_BYTES[config.model.dtype]
 
 

@@ -36,6 +36,7 @@ from tests.symbolic.findings import (
     Wait,
     disagreements,
     loop_waits,
+    stand_ins,
 )
 from tests.symbolic.meter import Meter
 from tests.symbolic.rank_processes import chosen_ranks, trace_ranks
@@ -216,6 +217,20 @@ def test_the_stub_lies_in_the_folder_of_the_trace(
 def test_what_cannot_be_traced_is_told(ranks: str, overrides: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         report(RECIPES / "h100_32.yaml", overrides, ranks=ranks, layers="te", jobs=1)
+
+
+def test_experts_cannot_be_traced() -> None:
+    recipe, overrides = RECIPES.parent / "qwen3_30b_a3b" / "h100_32.yaml", ["actor.layout.context=1"]
+    with pytest.raises(ConfigError, match="a mixture of experts cannot be traced"):
+        report(recipe, overrides, ranks="", layers="te", jobs=1)
+
+
+def test_transformer_engine_keeps_a_tensor_for_each_shape_of_a_weight() -> None:
+    config = load_config(RECIPES / "h100_32.yaml", ["actor.layout.tensor=8", "actor.layout.pipeline=1"])
+    hf = model_dimensions(config.model.path)[0]
+    layer = 40 * 128 + 2 * 8 * 128 + 40 * 128 + 3 * 27648  # queries, keys and values, their output, the MLP
+    assert stand_ins(config, hf, last=False) == layer // 8 * 5120 * 2
+    assert stand_ins(config, hf, last=True) == (layer + 152064) // 8 * 5120 * 2
 
 
 def test_the_meter_counts_what_is_alive_and_keeps_cpu_tensors_real() -> None:

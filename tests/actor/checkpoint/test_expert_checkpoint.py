@@ -36,8 +36,8 @@ def data(model) -> Columns:
     ("layout", "options"),
     [
         (EXPERT, {"dtype": "bfloat16"} | OFFLOADED),
-        pytest.param(TENSOR_EXPERT, {}, marks=pytest.mark.slow),
-        pytest.param({}, {"optimizer": {"distributed": False}}, marks=pytest.mark.slow),
+        (TENSOR_EXPERT, {}),
+        ({}, {"optimizer": {"distributed": False}}),
     ],
     ids=str,
 )
