@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from reward.answer.read import Answer, read
-from reward.answer.text import compact, patterns
+from reward.answer.text import Rewriting, compact, patterns, upwards
 from reward.verdict import Rule
 
 _PATTERNS = patterns("comparison")
+_listed = Rewriting("listed")
 _INEQUALITY_LIMIT = 200  # characters: a longer text is no plain inequality
 
 
@@ -30,14 +31,12 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return True, Rule.TEXT
     if _PATTERNS["both"].fullmatch(answer.text) and _PATTERNS["either"].fullmatch(truth.text):
         return False, Rule.LIST  # `x < 2 and x > 3` is no union
-    answer, truth = _as_interval(answer, truth), _as_interval(truth, answer)
+    answer, truth = as_list(answer, truth), as_list(truth, answer)
     if truth.items:
         return _compare_lists(answer, truth)
     if answer.items:
-        verdicts = [compare(item, truth) for item in answer.items]
-        if not answer.brackets and all(verdict is not None and verdict[0] for verdict in verdicts):
-            return True, Rule.LIST
-        return False, Rule.HEDGE
+        same = not answer.brackets and all((compare(item, truth) or (False,))[0] for item in answer.items)
+        return same, Rule.LIST if same else Rule.HEDGE
     if answer.number is not None and "." in answer.body and not _PATTERNS["rational"].fullmatch(truth.body):
         return False, Rule.NUMBER  # a decimal is not an exact form: 1.414 is not \\sqrt{2}
     return None
@@ -50,46 +49,22 @@ def _is_equation(truth: Answer) -> bool:
     return _PATTERNS["unknowns"].fullmatch(_PATTERNS["command"].sub("", truth.name)) is not None
 
 
-def _as_interval(answer: Answer, other: Answer) -> Answer:
-    """An inequality as an interval, where the other answer is written as one."""
-    if answer.items or len(other.items) != 2 or other.brackets not in ("()", "(]", "[)", "[]"):
+def as_list(answer: Answer, other: Answer) -> Answer:
+    """An inequality as an interval, a column as a tuple, where the other answer is written as one."""
+    if answer.items or other.brackets not in ("()", "(]", "[)", "[]") or len(answer.text) > _INEQUALITY_LIMIT:
         return answer
-    interval = inequality_as_interval(answer.text)
-    return read(interval) if interval else answer
-
-
-def inequality_as_interval(text: str) -> str | None:
-    r"""`0 \le x < 1` as `[0,1)`, `x > 3` as `(3,\infty)`; None if the cleaned text is no inequality in one variable."""
-    if len(text) > _INEQUALITY_LIMIT or _PATTERNS["several"].search(text):
-        return None
-    parts = [part.strip() for part in _PATTERNS["relation"].split(text)]
-    downwards = {sign[0] == ">" or sign[:2] == "\\g" for sign in parts[1::2]}
-    if len(downwards) != 1 or len(parts) > 5:
-        return None
-    if downwards.pop():
-        parts.reverse()
-    if len(parts) == 3:
-        parts = ["-\\infty", "<", *parts] if _PATTERNS["name"].fullmatch(parts[0]) else [*parts, "<", "\\infty"]
-    low, first, name, second, high = parts
-    if not (_PATTERNS["name"].fullmatch(name) and all(map(_PATTERNS["bound"].fullmatch, (low, high)))):
-        return None
-    closed = ["e" in sign or "=" in sign for sign in (first, second)]
-    return f"{'[' if closed[0] else '('}{low},{high}{']' if closed[1] else ')'}"
+    listed = _listed(upwards(answer.text))
+    return read(listed) if listed[0] in "([" and listed[-1] in ")]" else answer
 
 
 def _same_text(answer: Answer, truth: Answer) -> bool:
     if not _names_agree(answer, truth):
         return False
     given, wanted = (compact(_PATTERNS["article"].sub("", each.text)) for each in (answer, truth))
-    if given and (given == wanted or _bare(given) == _bare(wanted)):
+    word = _PATTERNS["word"].fullmatch(answer.text)
+    if given and (given == wanted or (word and wanted in map(compact, filter(None, word.groups())))):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
-
-
-def _bare(text: str) -> str:
-    """`(B)` as `B`."""
-    enclosed = len(text) > 2 and text[0] == "(" and text[-1] == ")" and text[1:-1].isalnum()
-    return compact(text[1:-1]) if enclosed else text
 
 
 def _names_agree(answer: Answer, truth: Answer) -> bool:
@@ -108,7 +83,7 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     bracketed = set(truth.brackets) & set("[]") or (truth.brackets == "()" and "\\infty" in truth.text)
     if len(truth.items) == 2 and bracketed and not answer.brackets:
         return False, Rule.LIST  # `0, 1` does not say which ends of an interval belong to it
-    given, asked = _by_name(answer.items), _by_name(truth.items)
+    given, asked = by_name(answer.items), by_name(truth.items)
     letters = "".join(item.name for item in given)
     if letters in ("bm", "kn") and not any(item.name for item in truth.items):
         given = answer.items  # of a slope and an intercept, of n over k, as written; `y=2, x=1` is a point
@@ -128,7 +103,7 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     return None if undecided else (True, Rule.LIST)
 
 
-def _by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
+def by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     """`y=2, x=1` as `x=1, y=2`, also `f(2)=0, f(1)=1`; of one unknown (`x_1=2, x_2=1`) without their numbering."""
     names = [item.name for item in items]
     roots = {_PATTERNS["index"].sub("", name) for name in names}

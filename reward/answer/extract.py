@@ -61,7 +61,9 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     later = next(_statements(response, prompt), None) if form else None
     if later and later.start >= last.end and later.text.strip(" $.") != last.text.strip(" $."):
         return None
-    return Statement(text=last.text, rivals=_rivals(response, last, found))
+    lines = _AROUND["listed"].match(last.text + response[last.end : last.end + _NEAR]) if last.is_line else None
+    *others, text = filter(None, map(str.strip, _AROUND["line_begin"].split(lines[0]))) if lines else (last.text,)
+    return Statement(text=text, rivals=(*reversed(others), *_rivals(response, last, found)))
 
 
 def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
@@ -287,7 +289,8 @@ def is_retracted(text: str, after: int, stated: str) -> bool:
     tail = text[after : after + _AFTERWARDS]
     retracted = [found for found in _PROSE["retraction"].finditer(tail) if not _conditional(tail, found)]
     restated = [found for found in _PROSE["restated"].finditer(tail) if not _conditional(tail, found)]
-    return bool(retracted) or (bool(restated) and not _same(restated[-1], stated))
+    refuted = any(_same(found, stated) for found in _PROSE["refuted"].finditer(tail) if not _conditional(tail, found))
+    return bool(retracted) or refuted or (bool(restated) and not _same(restated[-1], stated))
 
 
 def _conditional(text: str, found: re.Match[str]) -> bool:

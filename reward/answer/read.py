@@ -6,9 +6,10 @@ from fractions import Fraction
 from functools import lru_cache
 
 from reward.answer.number import Number, read_number
-from reward.answer.text import clean, compact, enclosed, patterns, strip_edges
+from reward.answer.text import Rewriting, clean, compact, enclosed, patterns, strip_edges
 
 _PATTERNS = patterns("reading")
+_without_remarks = Rewriting("remarks")
 _PARSED_LIMIT = 600  # characters: longer answers are compared as texts only
 
 
@@ -56,7 +57,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if sentences:
         if (concluded := _PATTERNS["conclusion"].fullmatch(text)) and read(concluded[1]).number is not None:
             text = concluded[1]  # `m = 3, n = 4, so m + n = 7`
-        text = _PATTERNS["tail"].sub("", _PATTERNS["lead_in"].sub("", text)).strip(" ")
+        text = _without_remarks(text).strip(" ")
     number = read_number(text)
     if number is not None:
         return Answer(text=text, body=text, number=number)
@@ -72,7 +73,8 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     items = _split(inner)
     if len(items) > 1:
         return _read_list(text, items, brackets)
-    return _read_plus_minus(inner) if text.count("\\pm") == 1 and not equation.name else equation
+    both = text.count("\\pm") == 1 and "\\pmod" not in text and (not equation.name or equation.name.isalpha())
+    return _read_plus_minus(equation.body if equation.name else inner) if both else equation
 
 
 def _read_approximation(exact: Answer, rounded: Answer) -> Answer:
@@ -119,6 +121,8 @@ def _read_equation(text: str) -> Answer:
     if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:
         items = tuple(replace(item, name=each) for item, each in zip(last.items, names, strict=True))
         last = replace(last, items=items)
+    if len(sides) > 2 and last.number and all(len(side) == 1 and side.isalpha() for side in sides[:-1]):
+        last = replace(last, items=tuple(replace(last, name=side) for side in sides[:-1]))  # `x = y = 2`
     return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=contradicts)
 
 
@@ -154,6 +158,8 @@ def _read_sentence(text: str) -> str | None:
     text = text.replace("\u2014", " - ")
     if len(text) > 300 or not text.isascii() or _PATTERNS["uncommitted"].search(text):
         return None
+    if (only := _PATTERNS["only_number"].fullmatch(text)) and read_number(only["stated"]):
+        return only["stated"]
     cut = _PATTERNS["sentence_end"].search(text)
     head, tail = (text[: cut.start()], text[cut.end() :]) if cut else (text, "")
     head = strip_edges(head)

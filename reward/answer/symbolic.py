@@ -174,7 +174,8 @@ def equivalent(answer: str, truth: str) -> bool:
         return _equal_numbers(numbers[0], numbers[1], places)
     if places > _DIGITS_LIMIT:
         return bool(gold[0] == target[0])
-    return verify(gold, target, numeric_precision=places, timeout_seconds=None)
+    equal = verify(gold, target, numeric_precision=places, timeout_seconds=None)
+    return equal or (len(numbers) == 2 and _equal_where_positive(numbers[0], numbers[1]))
 
 
 def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
@@ -199,6 +200,16 @@ def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
         return bool(simplify(difference) == 0)
     value = difference.evalf(places)
     return bool(value.is_number and abs(value) < 10 ** (20 - places))
+
+
+def _equal_where_positive(one: "Expr", other: "Expr") -> bool:
+    """Whether two expressions with roots of letters are equal for positive ones: `x^{2/3}`, `\\sqrt[3]{x^2}`."""
+    from sympy import Pow, Symbol, simplify
+
+    if not all(any(not root.exp.is_Integer and root.base.free_symbols for root in x.atoms(Pow)) for x in (one, other)):
+        return False
+    positive = {letter: Symbol(letter.name, positive=True) for letter in one.free_symbols | other.free_symbols}
+    return bool(simplify(one.xreplace(positive) - other.xreplace(positive)) == 0)
 
 
 def _with_real_roots(number: "Expr") -> "Expr":

@@ -95,6 +95,7 @@ def plain_characters(text: str) -> str:
 
 
 _without_marks, _latex, _spaces, _markdown, _layout = map(Rewriting, ("marks", "latex", "spaces", "markdown", "layout"))
+upwards = Rewriting("upwards")
 _PATTERNS = patterns("structure")
 _STRUCTURE_LIMIT = 600  # characters: the searches for `\\over` and for environments take quadratic time
 _LATEX_SIGNS = frozenset("\\$`~")
@@ -153,7 +154,7 @@ def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:
 
 def compact(text: str) -> str:
     """A cleaned text for comparison with others: no spaces but between digits, `x^{2}` as `x^2`, one sign for times."""
-    text = _layout(" ".join(text.split()))
+    text = _layout(upwards(" ".join(text.split())))
     if _PATTERNS["all_reals"].fullmatch(text):
         return "\\mathbb{R}"
     return text.casefold() if text.isalpha() and len(text) > 1 else text

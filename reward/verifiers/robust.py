@@ -1,9 +1,10 @@
 """Verifier `robust`, the default: the last stated answer, in any dress, equal to the ground truth in value."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from reward.answer import symbolic
-from reward.answer.compare import compare
+from reward.answer.compare import as_list, by_name, compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit
 from reward.answer.read import Answer, read, read_raw
@@ -82,13 +83,9 @@ def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer 
         return answer
     rivals = [read_raw(rival, sentences=True) for rival in reversed(statement.rivals)]
     if truth.items:
-        items = tuple(item for each in (*rivals, answer) for item in (each.items or (each,)))
+        items = tuple(item for each in (*rivals, answer) for item in ((not each.brackets and each.items) or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)
-    same = all(
-        rival.text == answer.text or (rival.number and answer.number and rival.number.equals(answer.number))
-        for rival in rivals
-    )
-    return answer if same else None
+    return answer if all((compare(rival, answer) or (False,))[0] for rival in rivals) else None
 
 
 def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
@@ -150,6 +147,10 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     """Both expressions for math-verify to read, None if algebra has nothing to work on."""
     if len(answer.text) > symbolic.LENGTH_LIMIT:
         return None
+    answer, truth = as_list(answer, truth), as_list(truth, answer)
+    if any(item.name for item in answer.items) and "=" not in truth.text:  # `x = 1, y = 2` of `(1, 2)`
+        values = ", ".join(item.body for item in by_name(answer.items))
+        answer = replace(answer, text=f"{truth.brackets[:1]}{values}{truth.brackets[1:]}", body="")
     answered = answer.text if "=" in truth.text else answer.body or answer.text
     truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
     answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
