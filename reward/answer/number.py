@@ -29,7 +29,8 @@ class Number:
         if self.percent == other.percent:
             return self.value == other.value
         share, plain = (self, other) if self.percent else (other, self)
-        return share.value / 100 == plain.value or (share.value == plain.value and abs(plain.value) >= 1)
+        written = share.value == plain.value and abs(plain.value) >= 1 and not plain.unit  # `15%` is not $15
+        return share.value / 100 == plain.value or written
 
 
 def _units_agree(one: str, other: str) -> bool:
