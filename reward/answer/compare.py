@@ -51,7 +51,7 @@ def _is_equation(truth: Answer) -> bool:
 
 def as_list(answer: Answer, other: Answer) -> Answer:
     """An inequality as an interval, a column as a tuple, where the other answer is written as one."""
-    if answer.items or other.brackets not in ("()", "(]", "[)", "[]") or len(answer.text) > _INEQUALITY_LIMIT:
+    if answer.brackets or other.brackets not in ("()", "(]", "[)", "[]") or len(answer.text) > _INEQUALITY_LIMIT:
         return answer
     listed = _listed(upwards(answer.text))
     return read(listed) if listed[0] in "([" and listed[-1] in ")]" else answer

@@ -130,9 +130,9 @@ def _in_form(response: str, prompt: str, form: str) -> Iterator[_Found]:
         begin, found = at + len(opening), None
         if not closer:
             found = _line_statement(response, at, begin, end)
-            denied = _PROSE["denied_marker"].search(lower[max(at - 24, 0) : at])
-            before = (lower[max(at - 40, 0) : stop] for stop in (at, begin))
-            found = None if denied or any(map(_PROSE["denied_before"].search, before)) else found
+            before = [lower[max(at - 40, 0) : stop] for stop in (at, begin)]
+            if _PROSE["denied_marker"].search(before[0]) or any(map(_PROSE["denied_before"].search, before)):
+                found = None
         elif (stop := _form_end(response, lower, opening, closer, begin, min(end, begin + LINE_LIMIT))) >= 0:
             content = _open_boxes(response[begin:stop].strip())
             # Between two equal marks may be the text between two answers.
@@ -287,14 +287,13 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
 def is_retracted(text: str, after: int, stated: str) -> bool:
     """Whether the text behind the last statement takes it back: `Wait, that is wrong.` `No, the answer is 43.`"""
     tail = text[after : after + _AFTERWARDS]
-    retracted = [found for found in _PROSE["retraction"].finditer(tail) if not _conditional(tail, found)]
-    restated = [found for found in _PROSE["restated"].finditer(tail) if not _conditional(tail, found)]
-    refuted = any(_same(found, stated) for found in _PROSE["refuted"].finditer(tail) if not _conditional(tail, found))
-    return bool(retracted) or refuted or (bool(restated) and not _same(restated[-1], stated))
 
+    def meant(kind: str) -> list[re.Match[str]]:
+        return [each for each in _PROSE[kind].finditer(tail) if not _PROSE["condition"].search(tail, 0, each.start())]
 
-def _conditional(text: str, found: re.Match[str]) -> bool:
-    return _PROSE["condition"].search(text, 0, found.start()) is not None
+    restated = meant("restated")
+    denied = meant("retraction") or any(_same(found, stated) for found in meant("refuted"))
+    return bool(denied) or (bool(restated) and not _same(restated[-1], stated))
 
 
 def _same(found: re.Match[str], stated: str) -> bool:

@@ -134,7 +134,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
         words = ["celsius" if words[1] == "C" else "fahrenheit"]
     names = []
     for word in words:
-        name = _unit(word)
+        name = unit_name(word)
         noun = gap > 0 and len(word) > 2 and any(vowel in word.lower() for vowel in "aeiouy")
         needed = (word in _SYMBOLS) + (len(word) == 1)  # `42m`, `42Pa`, `42 N` may be products
         if word.lower() in _NOT_UNITS or (name is None and not noun) or gap < needed:
@@ -147,7 +147,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
     return next((name for name in names if name in _TEMPERATURES), unit), False
 
 
-def _unit(word: str) -> str | None:
+def unit_name(word: str) -> str | None:
     """The name of a unit, "" for what only goes with one (`square`, `per`), None for any other word."""
     return _SYMBOLS.get(word, _UNITS.get(word.lower(), _UNITS.get(word.lower().removesuffix("s"))))
 
@@ -157,6 +157,6 @@ def split_unit(text: str) -> tuple[str, str]:
     found = _PATTERNS["expression_with_unit"].fullmatch(text) if len(text) <= NUMERAL_LIMIT else None
     if found is None:
         return text, ""
-    unit = _unit(found["unit"])
+    unit = unit_name(found["unit"])
     power = found["power"] or WORDS["powers"].get(found["dimension"] or "", "")
     return (text, "") if unit is None else (found["expression"], unit and unit + power)

@@ -165,10 +165,8 @@ def _read_sentence(text: str) -> str | None:
     head = strip_edges(head)
     reason = strip_edges(tail.removesuffix(")"))
     number, again = read_number(head), read_number(reason) or _read_equation(reason).number
-    if again is not None and (number is None or not number.equals(again)):
+    if any(map(str.isdigit, tail)) if again is None else number is None or not number.equals(again):
         return None  # `3 (four)`
-    if again is None and any(character.isdigit() for character in tail):
-        return None
     if tail and number is not None:
         return head
     copulas = [copula.end() for copula in _PATTERNS["copula"].finditer(head)]

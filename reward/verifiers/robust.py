@@ -6,7 +6,7 @@ from functools import lru_cache
 from reward.answer import symbolic
 from reward.answer.compare import as_list, by_name, compare
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
-from reward.answer.number import split_unit
+from reward.answer.number import split_unit, unit_name
 from reward.answer.read import Answer, read, read_raw
 from reward.answer.text import WORDS, Rewriting, clean, compact, patterns, plain_characters
 from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, VerificationRequest, VerifierError, check_length
@@ -66,7 +66,7 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
         extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
         if equal and rule is not Rule.TEXT and _is_echo(answer, prompt):
             return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
-        if equal and answer.name != truth.name and _is_unsolved(answer, prompt):
+        if equal and _is_of_another(answer, truth, prompt):
             return Judgement(accuracy=False, extracted=answer.text[:EXTRACTED_LIMIT], rule=Rule.EQUATION)
         return Judgement(accuracy=equal, extracted=extracted, rule=rule)
     form = symbolic_form(answer, truth)
@@ -79,10 +79,8 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
 
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
     """The answer, joined with its rivals to a list if a list was asked for; None if the rivals make it a hedge."""
-    if not statement.rivals:
-        return answer
     rivals = [read_raw(rival, sentences=True) for rival in reversed(statement.rivals)]
-    if truth.items:
+    if rivals and truth.items:
         items = tuple(item for each in (*rivals, answer) for item in ((not each.brackets and each.items) or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)
     return answer if all((compare(rival, answer) or (False,))[0] for rival in rivals) else None
@@ -107,9 +105,18 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
     return text in [clean(shown.group(1)) for shown in _PATTERNS["shown"].finditer(prompt)]
 
 
-def _is_unsolved(answer: Answer, prompt: str) -> bool:
-    """Whether the right side is stated of an expression in one unknown, for which the question does not ask."""
-    return bool(_PATTERNS["in_one_unknown"].fullmatch(answer.name)) and _spelling(answer.name) not in _spelling(prompt)
+def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
+    """Whether the value is stated of something for which the question does not ask: of an expression in one unknown, of
+    `f(3)` where it has `f(4)`, of minutes where it asks for seconds."""
+    unit = answer.number.unit if answer.number and truth.number and not truth.number.unit else ""
+    pairs = _PATTERNS["asked"].findall(prompt[-_PROMPT_LIMIT:]) if unit else ()
+    asked = {unit_name(word) for pair in pairs for word in pair} - {None, "", "degree"}
+    if asked and not unit.startswith(tuple(asked)):
+        return True
+    if answer.name == truth.name or _spelling(answer.name) in _spelling(prompt):
+        return False
+    argument = _PATTERNS["argument"].fullmatch(answer.name)
+    return bool(_PATTERNS["in_one_unknown"].fullmatch(answer.name) or (argument and argument[1] in prompt))
 
 
 def _is_echo(answer: Answer, prompt: str) -> bool:
@@ -117,9 +124,7 @@ def _is_echo(answer: Answer, prompt: str) -> bool:
 
     Sums and products of the question's own numbers in their order are that too, however they are padded: `6*(7)*1`.
     """
-    if not prompt or (answer.number is not None and not answer.number.unreduced):
-        return False
-    body = _spelling(answer.body)
+    body = _spelling(answer.body) if prompt and (answer.number is None or answer.number.unreduced) else ""
     if not _PATTERNS["operators"].search(body):
         return False
     return body in _spelling(prompt) or (bool(_PATTERNS["arithmetic"].fullmatch(body)) and _in_order(body, prompt))
