@@ -44,8 +44,10 @@ def test_rows_are_kept_over_interruptions_and_a_kill(tmp_path: Path) -> None:
     steps = read_metrics(run_dir)
     assert [step["rollout_step"] for step in steps] == [1, 2, 3, 4]
     assert max(step["staleness/share"] for step in steps) > 0
-    # A response of two versions: the engine has read its beginning anew, by the later ones' routers.
-    assert all(step["mismatch/mean_abs"] < 1e-4 for step in steps)
+    # A response of two versions: the engine has read its beginning anew, by the later ones' routers. A step whose tokens
+    # are all carried has no such figure.
+    known = [step["mismatch/mean_abs"] for step in steps if step["staleness/share"] < 1]
+    assert known and max(known) < 1e-4
 
 
 def test_what_follows_a_publish_on_old_keys_and_values_is_corrected(tmp_path: Path) -> None:
