@@ -21,6 +21,7 @@ def test_rows_are_kept_over_interruptions_and_a_kill(tmp_path: Path) -> None:
     keys = [*CARRYING, "evaluation.every=0", "rollout.servers=1", "actor.routing_replay=true"]
     keys += [f"model.path={with_experts(tmp_path / 'model')}", "actor.layout.tensor=1"]
     keys += ["actor.layout.data=2", "actor.layout.expert=2"]
+    keys += ["rollout.max_running_requests=8"]  # else all is finished before the new weights
     run_dir = tmp_path / "run"
     running = start(run_dir, *keys)
     running.wait_for("step 3/4", 300)
@@ -44,10 +45,10 @@ def test_rows_are_kept_over_interruptions_and_a_kill(tmp_path: Path) -> None:
     steps = read_metrics(run_dir)
     assert [step["rollout_step"] for step in steps] == [1, 2, 3, 4]
     assert max(step["staleness/share"] for step in steps) > 0
-    # A response of two versions: the engine has read its beginning anew, by the later ones' routers. A step whose tokens
-    # are all carried has no such figure.
-    known = [step["mismatch/mean_abs"] for step in steps if step["staleness/share"] < 1]
-    assert known and max(known) < 1e-4
+    # A response of two versions: the engine has read its beginning anew, by the later ones' routers.
+    known = [step["mismatch/mean_abs"] for step in steps if step["staleness/share"] < 1]  # else it has no such figure
+    assert known
+    assert max(known) < 1e-4
 
 
 def test_what_follows_a_publish_on_old_keys_and_values_is_corrected(tmp_path: Path) -> None:
