@@ -61,7 +61,8 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     later = next(_statements(response, prompt), None) if form else None
     if later and later.start >= last.end and later.text.strip(" $.") != last.text.strip(" $."):
         return None
-    lines = _AROUND["listed"].match(last.text + response[last.end : last.end + _NEAR]) if last.is_line else None
+    more = response[last.end : last.end + _NEAR] if last.is_line else ""
+    lines = _AROUND["listed"].match(last.text + more) if more else None
     *others, text = filter(None, map(str.strip, _AROUND["line_begin"].split(lines[0]))) if lines else (last.text,)
     return Statement(text=text, rivals=(*reversed(others), *_rivals(response, last, found)))
 

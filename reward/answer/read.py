@@ -55,9 +55,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
     if len(text) > _PARSED_LIMIT:
         return Answer(text=text, body=text)
     if sentences:
-        if (concluded := _PATTERNS["conclusion"].fullmatch(text)) and read(concluded[1]).number is not None:
-            text = concluded[1]  # `m = 3, n = 4, so m + n = 7`
-        text = _without_remarks(text).strip(" ")
+        text = _without_remarks(text).strip(" ") if " " in text else text
     number = read_number(text)
     if number is not None:
         return Answer(text=text, body=text, number=number)
