@@ -54,7 +54,7 @@ def as_list(answer: Answer, other: Answer) -> Answer:
     if answer.brackets or other.brackets not in ("()", "(]", "[)", "[]") or len(answer.text) > _INEQUALITY_LIMIT:
         return answer
     listed = _listed(upwards(answer.text))
-    return read(listed) if listed[0] in "([" and listed[-1] in ")]" else answer
+    return read(listed) if listed[:1] in ("(", "[") and listed[-1] in ")]" else answer
 
 
 def _same_text(answer: Answer, truth: Answer) -> bool:

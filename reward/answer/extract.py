@@ -63,7 +63,8 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
         return None
     more = response[last.end : last.end + _NEAR] if last.is_line else ""
     lines = _AROUND["listed"].match(last.text + more) if more else None
-    *others, text = filter(None, map(str.strip, _AROUND["line_begin"].split(lines[0]))) if lines else (last.text,)
+    parts = filter(str.strip, _AROUND["line_begin"].split(lines[0])) if lines else ()
+    *others, text = [*parts] or [last.text]
     return Statement(text=text, rivals=(*reversed(others), *_rivals(response, last, found)))
 
 
