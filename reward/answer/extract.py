@@ -62,9 +62,8 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     if later and later.start >= last.end and later.text.strip(" $.") != last.text.strip(" $."):
         return None
     more = response[last.end : last.end + _NEAR] if last.is_line else ""
-    lines = _AROUND["listed"].match(last.text + more) if more else None
-    parts = filter(str.strip, _AROUND["line_begin"].split(lines[0])) if lines else ()
-    *others, text = [*parts] or [last.text]
+    lines = (more and _AROUND["listed"].match(last.text + more)) or [""]
+    *others, text = [*filter(str.strip, _AROUND["line_begin"].split(lines[0]))] or [last.text]
     return Statement(text=text, rivals=(*reversed(others), *_rivals(response, last, found)))
 
 

@@ -108,7 +108,8 @@ def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
 def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
     """Whether the value is stated of something for which the question does not ask: of an expression in one unknown, of
     `f(3)` where it has `f(4)`, of minutes where it asks for seconds."""
-    unit = answer.number.unit if answer.number and truth.number and not truth.number.unit else ""
+    bare = truth.number and not truth.number.unit and not {"in", "per"} & set(answer.body.split())  # `4 in total`
+    unit = answer.number.unit if answer.number and bare else ""
     pairs = _PATTERNS["asked"].findall(prompt[-_PROMPT_LIMIT:]) if unit else ()
     asked = {unit_name(word) for pair in pairs for word in pair} - {None, "", "degree"}
     if asked and not unit.startswith(tuple(asked)):
