@@ -22,7 +22,7 @@ _AFTERWARDS = 2000  # characters behind the last statement that are searched for
 _ATTEMPTS = 64  # statements that are looked at, from the end of the response on
 _RIVALS = 8  # statements that are looked at for a hedge
 
-_BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$", "```": "```"}
+_BLOCKS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)", "```": "```"}
 
 
 @dataclass(frozen=True, slots=True)
