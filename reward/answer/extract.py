@@ -182,10 +182,10 @@ def _enclosed(response: str, at: int, end: int, opened: tuple[str, int] | None =
     content, after = opened
     before, behind = response[max(at - 40, 0) : at], response[after : after + 40]
     operand = _AROUND["part_after"].match(behind) or _AROUND["part_before"].search(before)
-    if not operand and not _PROSE["denied_after"].match(behind) and not _PROSE["denied_before"].search(before):
+    if not ((denied := _PROSE["denied_after"].match(behind)) or operand or _PROSE["denied_before"].search(before)):
         return _Found(at, after, content, False)
     begin = max(response.rfind("\n", max(at - LINE_LIMIT, 0), at) + 1, at - LINE_LIMIT, 0)
-    stop = _line_end(response, after, end)
+    stop = _line_end(response, after + (denied.end() if denied else 0), end)
     return _Found(at, after, f"{response[begin:at]} {content} {response[after:stop]}"[: LINE_LIMIT + 1], False)
 
 
