@@ -111,7 +111,7 @@ def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
     bare = truth.number and not truth.number.unit and not {"in", "per"} & set(answer.body.split())  # `4 in total`
     unit = answer.number.unit if answer.number and bare else ""
     pairs = _PATTERNS["asked"].findall(prompt[-_PROMPT_LIMIT:]) if unit else ()
-    asked = {unit_name(word) for pair in pairs for word in pair} - {None, "", "degree"}
+    asked = {name for pair in pairs for word in pair if (name := unit_name(word)) and name != "degree"}
     if asked and not unit.startswith(tuple(asked)):
         return True
     if answer.name == truth.name or _spelling(answer.name) in _spelling(prompt):
