@@ -38,8 +38,8 @@ class ColumnsConfig:
     prompt has one answer."""
 
     instruction: Text | None = None
-    """Text behind each prompt (a chat list: its last turn), as `End with a line {form}`; `{form}` becomes
-    what the row's verifier reads: `#### ANSWER` for `robust:#### {answer}`. None: nothing is added."""
+    """Text behind each prompt (a chat's last turn), as `End with a line {form}`; `{form}` becomes what the
+    row's verifier reads: `#### ANSWER` for `robust:#### {answer}`. None: as in `data`; there: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_dapo.algorithm.losses import LOSSES
 from megatron_dapo.config.actor_config import ActorConfig, LoraConfig
-from megatron_dapo.config.algorithm_config import AlgorithmConfig, ClipConfig
+from megatron_dapo.config.algorithm_config import AlgorithmConfig
 from megatron_dapo.config.base import STRICT, ConfigError
 from megatron_dapo.config.data_config import DataConfig, EvaluationConfig
 from megatron_dapo.config.run_config import ModelConfig, MonitorConfig, RunConfig
@@ -30,6 +30,9 @@ so."""
 
 _LARGEST_DECAY = 0.99
 """Half a step of bfloat16 is up to 1/256 of a number: what loses less of itself is rounded back to what it was."""
+
+_READ_BY_MODE = {"none": (), "truncated": ("level", "upper"), "masked": ("level", "upper", "lower")}
+"""Keys of `algorithm.importance`, by its mode."""
 
 OF_TURNS: dict[str, Any] = {
     **{f"rollout.{key}": getattr(RolloutConfig(), key) for key in ("max_turns", "max_observation_tokens", "turn_end")},
@@ -136,23 +139,23 @@ def _of_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.clip.dual = {clip.dual:g}: must exceed 1 + clip.high = {1 + clip.high:g}, else it cuts eq. 8"
     if overlong.shape != "none" and overlong.buffer >= (shortest := rollout.shortest_limit):
         yield f"algorithm.overlong.buffer = {overlong.buffer}: must be below max_new_tokens = {shortest}"
-    entry = LOSSES.get(algorithm.policy_loss)
+    entry, mode = LOSSES.get(algorithm.policy_loss), algorithm.importance_mode
+    reads = {*(entry.reads if entry else ()), *(f"importance.{name}" for name in ("mode", *_READ_BY_MODE[mode]))}
+    for section, also in {"clip": "", "importance": f" with importance.mode {mode}"}.items():
+        for name, default in asdict(getattr(AlgorithmConfig(), section)).items():
+            if (value := getattr(getattr(algorithm, section), name)) != default and f"{section}.{name}" not in reads:
+                unread = f"policy_loss {algorithm.policy_loss}{also} does not read it"
+                yield f"algorithm.{section}.{name} = {value}: {unread}; leave it out, or set it to {default or 'null'}"
     if entry is not None:
-        for name, default in asdict(ClipConfig()).items():
-            value = getattr(clip, name)
-            if value != default and f"clip.{name}" not in entry.reads:
-                left = "null" if default is None else f"{default:g}"
-                unread = f"policy_loss {algorithm.policy_loss} does not read it"
-                yield f"algorithm.clip.{name} = {value:g}: {unread}; leave it out, or set it to {left}"
         for name in sorted(algorithm.loss_options.keys() - entry.options):
             valid = ", ".join(entry.options) or "none"
             yield f"algorithm.loss_options.{name}: policy_loss {algorithm.policy_loss} does not read it; valid: {valid}"
         for name, value in algorithm.loss_options.items():
             if value <= 0:
                 yield f"algorithm.loss_options.{name} = {value:g}: must be above 0"
-        if entry.needs_rollout_log_probs and algorithm.importance_mode != "none":
+        if entry.needs_rollout_log_probs and mode != "none":
             alone = f"policy_loss {algorithm.policy_loss} corrects for the engine by itself"
-            yield f"algorithm.importance.mode = {algorithm.importance_mode}: {alone}; set it to none"
+            yield f"algorithm.importance.mode = {mode}: {alone}; set it to none"
     if algorithm.kl.reset_every is not None and algorithm.kl.coefficient == 0:
         yield f"algorithm.kl.reset_every = {algorithm.kl.reset_every}: without kl.coefficient there is no reference"
     control, start = algorithm.entropy_control, algorithm.entropy_coefficient
@@ -163,7 +166,7 @@ def _of_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.dynamic_sampling.retire_for = {sampling.retire_for}: no prompt is retired; set retire_at too"
     if len({pool.at_least for pool in sampling.pools}) < len(sampling.pools):
         yield "algorithm.dynamic_sampling.pools: two begin at the same at_least; join them"
-    if importance.mode == "masked" and importance.lower >= importance.upper:
+    if mode == "masked" and importance.lower >= importance.upper:
         yield f"algorithm.importance.lower = {importance.lower:g}: must be below upper = {importance.upper:g}"
 
 

@@ -115,8 +115,8 @@ class VerifierChoice:
             verifier = find_named_by_data(name, self._named)
         except VerifierError as error:
             raise ConfigError(f"{place} ({file.columns.verifier_key}): {error}") from None
-        hint = "; if the environment ends every episode itself, the verifier may be none" if file.environment else ""
-        if not file.environment and any(part == "none" for _, part in weighted(name)):
+        hint = "; an environment that ends every episode itself may have none" if file.columns.environment else ""
+        if not file.columns.environment and any(part == "none" for _, part in weighted(name)):
             raise ConfigError(f"{place}: verifier none is for prompts with an environment that judges; set that too")
         if row.structured and verifier.fast:
             raise DataError(f"{place}: the ground truth is an object or a list; verifier {name!r} wants a text{hint}")
@@ -190,7 +190,7 @@ class _Reading:
                 continue
             # Before the tokenizer, which takes longer than all else: most rows of DAPO-Math-17k are copies.
             # Games differ by what is to be found.
-            apart = f"{file.environment} {row.answer}" if file.environment else ""
+            apart = f"{file.columns.environment} {row.answer}" if file.columns.environment else ""
             if self._is_copy((json.dumps(row.prompt), apart), row.answer, self._by_raw):
                 continue
             raw = instructed(row.prompt, file.columns.instruction, verifier)
@@ -204,8 +204,8 @@ class _Reading:
             if int(ids.max(initial=0)) >= (size := self._text.vocab_size) or len(ids) == 0:
                 raise DataError(f"{place}: the tokenizer gives ids outside the model's vocabulary of {size}, or none")
             chat = self._config.template == "chat" or isinstance(raw, list)
-            about: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.environment}
-            self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, chat=chat, **about))
+            also: dict[str, Any] = {"source": row.source, "verifier": verifier, "environment": file.columns.environment}
+            self.prompts.append(Prompt(text=text, answer=row.answer, ids=ids, place=place, chat=chat, **also))
 
     def _is_copy(self, prompt: tuple[str, str], answer: str, answers: dict[tuple[str, str], str]) -> bool:
         if not self._config.deduplicate:

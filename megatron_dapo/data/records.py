@@ -149,8 +149,6 @@ class PromptFile:
     weight: float = 1.0
     verifier: str | None = None
     """Verifier of the rows that name none."""
-    environment: str | None = None
-    """Of its rows."""
 
 
 SCHEMAS: dict[Schema, ColumnsConfig] = {
@@ -175,9 +173,10 @@ def heldout_files(data: DataConfig, evaluation: EvaluationConfig) -> tuple[Promp
 
 def _file(data: DataConfig, path: str, setting: str, own: DataConfig | SourceConfig | EvaluationConfig) -> PromptFile:
     """`own`: the keys of this file; what they leave open is as `data` says."""
-    columns = resolve(own, SCHEMAS[own.schema] if own.schema else resolve(data, SCHEMAS[data.schema]))
-    environment, name = own.environment or data.environment, Path(path).stem
-    return PromptFile(path=Path(path), setting=setting, columns=columns, name=name, environment=environment)
+    below = resolve(data, SCHEMAS[data.schema]) if own.schema is None else SCHEMAS[own.schema]
+    # What is asked and who answers is no matter of columns.
+    columns = resolve(own, replace(below, environment=data.environment, instruction=data.instruction))
+    return PromptFile(path=Path(path), setting=setting, columns=columns, name=Path(path).stem)
 
 
 def resolve(config: ColumnsConfig, below: ColumnsConfig) -> ColumnsConfig:

@@ -111,7 +111,7 @@ def dry_run(path: Path, overrides: Sequence[str], config: Config) -> Iterator[Fi
         algorithm.prompts_per_step=2 algorithm.group_size={group} algorithm.mini_batch_responses={group}
         algorithm.overlong.buffer={max(1, tokens // 2)} algorithm.dynamic_sampling.filter=off
         rollout.max_new_tokens={tokens} rollout.stages=[] rollout.thinking_budget={budget and min(budget, tokens // 2)}
-        evaluation.limit=1 evaluation.samples=1 evaluation.every=0
+        evaluation.limit=1 evaluation.samples=1 evaluation.every=0 monitor.wandb.mode=off
     """.replace("=None", "=null")
     with tempfile.TemporaryDirectory(dir=beside, prefix=".doctor-") as folder:
         arguments = ["train", str(path), *overrides, f"run.dir={Path(folder) / 'run'}", *keys.split()]

@@ -9,7 +9,7 @@ from megatron_dapo.cli.diff import diff
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.config_diff import departures, stated
 from megatron_dapo.config.load import ABSENT, PRESETS, differences, flatten, flatten_config, shown
-from tests.config.test_load import MINIMAL
+from tests.config.conftest import MINIMAL
 
 
 @pytest.fixture

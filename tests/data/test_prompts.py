@@ -225,7 +225,7 @@ def test_games_with_the_same_words_differ_by_what_is_to_be_found(tmp_path):
 
 def test_a_game_may_have_a_ground_truth_that_no_verifier_reads(tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "play", "answer": {"board": [1, 2]}}])
-    with pytest.raises(DataError, match=r"wants a text; if the environment ends every episode itself, .* may be none"):
+    with pytest.raises(DataError, match=r"wants a text; an environment that ends every episode itself may have none"):
         read(file, environment="guess:step")
     (prompt,) = read(file, environment="guess:step", reward=RewardConfig(verifier="none")).prompts
     assert (prompt.verifier, json.loads(prompt.answer)) == ("none", {"board": [1, 2]})
@@ -341,10 +341,18 @@ def test_each_file_has_its_environment_and_the_hash_knows_it(tmp_path):
     plain, alone = read(one), read(one, environment="own:step")
     assert (plain.prompts[0].environment, plain.content_hash) == (None, read(one).content_hash)
     assert alone.content_hash not in (plain.content_hash, read(one, environment="own:other").content_hash)
-    data = DataConfig(path="p.jsonl", environment="own:step")
-    (inherited,) = heldout_files(data, EvaluationConfig(path="h.jsonl", schema="gsm8k"))
-    (own,) = heldout_files(data, EvaluationConfig(path="h.jsonl", environment="own:other"))
-    assert (inherited.environment, own.environment) == ("own:step", "own:other")
+
+
+def test_another_schema_changes_columns_alone():
+    data = DataConfig(path="p.jsonl", environment="own:step", instruction="End with {form}", source_key="of")
+    for given, environment, instruction, source in (
+        ({"schema": "gsm8k"}, "own:step", "End with {form}", None),
+        ({"environment": "own:other", "instruction": "Be brief"}, "own:other", "Be brief", "of"),
+        ({"schema": "dapo", "instruction": "Be brief"}, "own:step", "Be brief", "data_source"),
+    ):
+        (file,) = heldout_files(data, EvaluationConfig(path="h.jsonl", **given))
+        columns = file.columns
+        assert (columns.environment, columns.instruction, columns.source_key) == (environment, instruction, source)
 
 
 def test_an_instruction_names_the_form_that_the_rows_verifier_reads(tmp_path):
