@@ -44,9 +44,8 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
 
 def _is_equation(truth: Answer) -> bool:
     """`x^2+y^2 = 1` asks for a curve; `x = 1`, `AB = 1` and `f(2) = 1` for a number."""
-    if not truth.name or _PATTERNS["call"].fullmatch(truth.name):
-        return False
-    return _PATTERNS["unknowns"].fullmatch(_PATTERNS["command"].sub("", truth.name)) is not None
+    bare = _PATTERNS["command"].sub("", truth.name)
+    return not _PATTERNS["call"].fullmatch(truth.name) and _PATTERNS["unknowns"].fullmatch(bare) is not None
 
 
 def as_list(answer: Answer, other: Answer) -> Answer:
@@ -62,7 +61,8 @@ def _same_text(answer: Answer, truth: Answer) -> bool:
         return False
     given, wanted = (compact(_PATTERNS["article"].sub("", each.text)) for each in (answer, truth))
     word = _PATTERNS["word"].fullmatch(answer.text)
-    if given and (given == wanted or (word and wanted in map(compact, filter(None, word.groups())))):
+    texts = (wanted, _PATTERNS["base"].sub("", wanted))
+    if given and (given in texts or (word and wanted in map(compact, filter(None, word.groups())))):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
 

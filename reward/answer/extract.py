@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from reward.answer.compare import compare
 from reward.answer.number import read_number
+from reward.answer.read import read_raw
 from reward.answer.text import ascii_lower, clean, closing, patterns
 
 LINE_LIMIT = 5000
@@ -91,7 +93,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         following = found
     if len({text.strip() for text in run} | {last.text.strip()}) > 2:
         rivals += run
-    return tuple(rivals)
+    return tuple(text for text in rivals if text.strip() != last.text.strip())
 
 
 def _statements(response: str, prompt: str) -> Iterator[_Found]:
@@ -280,9 +282,9 @@ def is_hidden(text: str, at: int, blocks: list[tuple[int, int]]) -> bool:
         return True
     if "~~" in line and len(_AROUND["stroke"].findall(text[begin : at + 1])) % 2 and "~~" in text[at : at + _NEAR]:
         return True
-    if any(line.lower().rfind(f"<{tag}>") > line.lower().rfind(f"</{tag}>") for tag in ("del", "strike")):
-        return True
-    return "<" in text and text.rfind("<!--", 0, at) > text.rfind("-->", 0, at)
+    # A thought that is never closed is one that was cut off.
+    pairs = (("<!--", "-->", at), ("<del>", "</del>", at), ("<strike>", "</strike>", at), ("<think>", "</think>", None))
+    return "<" in text and any(text.rfind(opener, 0, at) > text.rfind(closer, 0, end) for opener, closer, end in pairs)
 
 
 def is_retracted(text: str, after: int, stated: str) -> bool:
@@ -299,11 +301,13 @@ def is_retracted(text: str, after: int, stated: str) -> bool:
 
 def _same(found: re.Match[str], stated: str) -> bool:
     """Whether the number is the one that is stated, or one of those in an expression; whether the letter is that of the
-    option, where one is stated."""
+    option, where one is stated; whether the formula has the same value."""
     stated = clean(stated)
-    if found["letter"]:
-        option = _AROUND["option"].match(stated)
-        return option is None or option[1] == found["letter"]
+    option = _AROUND["option"].match(stated)
+    if found["letter"] or (option and option[0] == stated):
+        return not (found["letter"] and option) or option[1] == found["letter"]
+    if found["formula"]:
+        return bool((compare(read_raw(found["formula"]), read_raw(stated)) or (False,))[0])
     number, whole = read_number(clean(found["number"])), read_number(stated)
     others = map(read_number, [] if whole else _AROUND["numerals"].findall(stated))
     return number is None or any(other is not None and number.value == other.value for other in (whole, *others))

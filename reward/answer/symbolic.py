@@ -63,14 +63,16 @@ def fits(text: str, truth: str) -> bool:
         return False
     if set("".join(_PATTERNS["letters"].findall(_PATTERNS["environments"].sub("", text)))) - letters - {"e", "i"}:
         return False
-    return _names(text) == _names(truth) and not _is_word(truth) and _small(text)
+    names = [set(_PATTERNS["names"].findall(each.replace(" ", ""))) for each in (text, truth)]
+    return names[0] == names[1] and not _is_word(truth) and _small(text)
 
 
 def without_capitals(text: str, truth: str) -> str:
     """`text` with letters of its own for `r` where the truth has `R` too, as the library reads both as one letter."""
     letters = set("".join(_PATTERNS["letters"].findall(truth)))
-    spare = iter(sorted(set("abcdfghjklmnpqrstuvwxyz") - {letter.lower() for letter in letters}))
-    doubled = sorted(letter for letter in letters if letter.islower() and letter.upper() in letters)
+    spare = iter(sorted(set("abcfghjklmnpqrstuvwxyz") - {letter.lower() for letter in letters}))
+    # `d` too, which begins a differential.
+    doubled = sorted(letter for letter in letters if letter == "d" or (letter.islower() and letter.upper() in letters))
     table = str.maketrans({letter: next(spare, letter) for letter in doubled})
     return _PATTERNS["letters"].sub(lambda found: found[0].translate(table), text) if table else text
 
@@ -78,10 +80,6 @@ def without_capitals(text: str, truth: str) -> str:
 def letters(text: str) -> str:
     """All that may be variables."""
     return "".join(_PATTERNS["letters"].findall(text))
-
-
-def _names(text: str) -> set[str]:
-    return set(_PATTERNS["names"].findall(text.replace(" ", "")))
 
 
 def _is_word(text: str) -> bool:
@@ -117,13 +115,13 @@ def _small(text: str) -> bool:
         tower = "^" in exponent and any(int(each) > 3 for each in _PATTERNS["numerals"].findall(exponent))
         if tower or exponent.count("^") > 1 or _PATTERNS["grows"].search(exponent):
             return False
-    if any(not numeral or int(numeral) > 500 for numeral in _PATTERNS["factorials"].findall(text)):
+    if "!" in _PATTERNS["small_factorial"].sub("", text):
         return False
-    if "\\binom" in text and (
-        "^" in text or "!" in text or max(map(int, _PATTERNS["numerals"].findall(text)), default=0) > _BINOMIAL_LIMIT
-    ):
-        return False
-    return _largest_power(text, exponents) <= _EXPONENT_LIMIT
+    power = _largest_power(text, exponents)
+    if "\\binom" not in text:
+        return power <= _EXPONENT_LIMIT
+    largest = max(map(int, _PATTERNS["numerals"].findall(text)), default=0)
+    return largest <= _BINOMIAL_LIMIT and power <= 60 and not _PATTERNS["grown_binomial"].search(text)
 
 
 def _largest_power(text: str, exponents: list[str]) -> int:
@@ -153,7 +151,7 @@ def equivalent(answer: str, truth: str) -> bool:
     """Whether two normalised expressions are equal, exactly. May never end: call it where it can be killed."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import Expr, I, Symbol
+    from sympy import Basic, Expr, I, Symbol
 
     # Its `units` takes the `h` of `r^2 h` for hours; a word of four letters is no product.
     units = _PATTERNS["word"].search(truth) is not None
@@ -168,8 +166,11 @@ def equivalent(answer: str, truth: str) -> bool:
     if not gold or not target:
         return False
     places = max(_decimal_places(answer), _decimal_places(truth))
+    for each in (gold, target):
+        if isinstance(each[0], Basic):  # the library takes a letter for real in some layouts alone
+            real = {letter: Symbol(letter.name, real=True) for letter in each[0].free_symbols}
+            each[0] = each[0].xreplace(real).xreplace({Symbol("i", real=True): I} if isinstance(each[0], Expr) else {})
     numbers = [each[0] for each in (gold, target) if isinstance(each[0], Expr)]
-    numbers = [number.xreplace({Symbol("i", real=real): I for real in (False, True)}) for number in numbers]
     if len(numbers) == 2 and not any(number.free_symbols for number in numbers):
         return _equal_numbers(numbers[0], numbers[1], places)
     if places > _DIGITS_LIMIT:

@@ -39,10 +39,7 @@ class Rewriting:
     """Rules of one list, applied one after the other. Rewriting("factors")("3(1)") == "3\\\\cdot (1)"."""
 
     def __init__(self, section: str) -> None:
-        self._rules = [
-            (rule.get("needs", ""), _compiled(rule["find"]), rule["put"], rule.get("times", 1))
-            for rule in _RULES[section]
-        ]
+        self._rules = [(r.get("needs", ""), _compiled(r["find"]), r["put"], r.get("times", 1)) for r in _RULES[section]]
 
     def __call__(self, text: str) -> str:
         for needs, find, put, times in self._rules:
@@ -155,6 +152,4 @@ def closing(text: str, begin: int, end: int, brackets: re.Pattern[str]) -> int:
 def compact(text: str) -> str:
     """A cleaned text for comparison with others: no spaces but between digits, `x^{2}` as `x^2`, one sign for times."""
     text = _layout(upwards(" ".join(text.split())))
-    if _PATTERNS["all_reals"].fullmatch(text):
-        return "\\mathbb{R}"
     return text.casefold() if text.isalpha() and len(text) > 1 else text
