@@ -13,7 +13,7 @@ from rollout.fleet.fleet import RolloutFleet
 from rollout.server import launch_server
 from rollout.server.server_command import server_arguments
 from rollout.weights.transport import Failure
-from tests.config.test_load import MINIMAL
+from tests.config.conftest import MINIMAL
 from tests.rollout.fleet.test_fleet_stream import FromMemory
 from tests.rollout.fleet_kit import FAST, fleet_of, request, run, until
 from tests.rollout.server.test_launch import sglang_text, spec, value
