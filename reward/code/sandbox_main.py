@@ -79,7 +79,8 @@ def _import_named(tree: ast.AST) -> None:
 
 def _serve(requests: int, replies: int, namespace: dict[str, Any]) -> None:
     """Answers until the tests end. Answers are not trusted: the tests compare plain values."""
-    objects: list[Any] = []
+    objects: dict[int, Any] = {}
+    """What the tests hold of it, by `id`: one object is one stand-in."""
     while True:
         try:
             request = receive(requests)
@@ -95,7 +96,7 @@ def _serve(requests: int, replies: int, namespace: dict[str, Any]) -> None:
         send(replies, reply)
 
 
-def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any]) -> Any:
+def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: dict[int, Any]) -> Any:
     def resolve(target: dict[str, Any]) -> Any:
         """What a stand-in of the tests stands for."""
         found = namespace[target["name"]] if "name" in target else objects[target["object"]]
@@ -103,17 +104,15 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
 
     target = resolve(request)
     if "attribute" in request:
-        return _described(getattr(target, request["attribute"]))
-    arguments, keywords = decode(request["arguments"], resolve)
-    result = target(*arguments, **keywords)
-    if result is None:
-        passed = (*arguments, *keywords.values())  # what it made of those that it may have changed in place
+        result, passed = getattr(target, request["attribute"]), ()
+        if callable(result):
+            return {"callable": True}
+    else:
+        arguments, keywords = decode(request["arguments"], resolve)
+        result, passed = target(*arguments, **keywords), (*arguments, *keywords.values())
+    if result is None:  # what it made of those that it may have changed in place
         return {"value": None, "left": [_plain(each) if isinstance(each, CHANGEABLE) else None for each in passed]}
-    reply = _plain(result)
-    if reply is None:
-        objects.append(result)
-        reply = {"object": len(objects) - 1, "type": type(result).__name__}
-    return reply
+    return _plain(result) or {"object": id(objects.setdefault(id(result), result))}
 
 
 def _plain(value: Any) -> Any:

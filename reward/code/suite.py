@@ -146,6 +146,8 @@ class _Caller:
         """Whether the tested code has said anything yet."""
         self.misused = False
         """Whether the tests left it to an object of the tested code what they are about to find."""
+        self._objects: dict[str, _StandIn] = {}
+        """One for each object, so that `is` tells them apart."""
         self.fault = ""
         """What the tests wanted to pass that cannot be passed."""
 
@@ -171,7 +173,7 @@ class _Caller:
         return self.ask(target | {"arguments": passed}, {}, (*arguments, *keywords.values()))
 
     def ask(self, request: dict[str, Any], otherwise: dict[str, Any], passed: tuple[Any, ...] = ()) -> Any:
-        """A plain value over there, or what calls it, as `otherwise` says.
+        """A plain value over there, an object, or what calls it, as `otherwise` says.
 
         `passed`: arguments, which a call that returns None may have changed in place. One that returns anything else
         leaves the tests theirs: else `f(x) == sorted(x)` would be true of an `f` that empties `x`."""
@@ -186,8 +188,10 @@ class _Caller:
         self.answered = True
         if "raised" in reply:
             raise _exception(str(reply["raised"]), str(reply.get("message", "")))
+        if "object" in reply:
+            return self._objects.setdefault(str(reply["object"]), _StandIn(self, {"object": reply["object"]}))
         if "value" not in reply:
-            return _StandIn(self, otherwise or {"object": reply.get("object")})
+            return _StandIn(self, otherwise)
         try:
             if reply["value"] is None:
                 for argument, left in zip(passed, reply.get("left", ()), strict=False):
@@ -205,13 +209,14 @@ class _Caller:
 
 class _StandIn:
     """A function, class or object of the tested code. It can be called, its methods too, asked for attributes and for
-    its text, and told apart by `is`. Comparing it, its truth, and every other operator end the tests: what comes out of
+    its text, get attributes, and is told apart by `is`. Comparing it, its truth, and every other operator end the tests: what comes out of
     those would be the tested code's to decide."""
 
     __slots__ = ("_caller", "_target")
 
     def __init__(self, caller: _Caller, target: dict[str, Any]) -> None:
-        self._caller, self._target = caller, target
+        object.__setattr__(self, "_caller", caller)
+        object.__setattr__(self, "_target", target)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._caller.call(self._target, arguments, keywords)
@@ -220,6 +225,9 @@ class _StandIn:
         if name.startswith("__") or "method" in self._target:
             raise AttributeError(name)
         return self._caller.ask(self._target | {"attribute": name}, self._target | {"method": name})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._caller.call(self._target | {"method": "__setattr__"}, (name, value), {})
 
     def __repr__(self) -> str:
         return self._text("__repr__")

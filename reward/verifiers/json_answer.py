@@ -105,7 +105,8 @@ _COMMAND = re.compile(r"\\(?:[A-Za-z]+\s*)?$")
 _BRACKETS = re.compile(r'"(?:[^"\\\n]|\\.)*"?|[{}\[\]]')
 _STRAY = re.compile(r"\s*[}\]]")
 _NONZERO = re.compile(r"[^eE]*[1-9]")
-_FAILURES = 1000
+_WORK = 20_000_000
+"""Characters that are read of what is no value: half a second."""
 _PAIRS = {"}": "{", "]": "["}
 
 
@@ -150,7 +151,7 @@ def _last_of(text: str) -> tuple[Any, str] | None:
     """The last statement of a part; None if there is none in it."""
     stated: tuple[Any, str] | None = None
     unclosed: set[int] = set()
-    at = failures = opened = 0
+    at = work = opened = 0
     while (start := _START.search(text, at)) is not None:
         begin = start.start()
         try:
@@ -161,9 +162,9 @@ def _last_of(text: str) -> tuple[Any, str] | None:
         except json.JSONDecodeError as error:
             stopped = error.pos
         except (ValueError, RecursionError):
-            stopped = begin
-        failures += 1
-        if failures > _FAILURES:
+            stopped, work = begin, work + 10_000
+        work += stopped - begin + 1 + len(text) // 50  # the error counts its lines
+        if work > _WORK:
             return ABSENT, ""
         if _COMMAND.search(text, max(0, begin - 40), begin):
             opened, at = opened + 1, begin + 1

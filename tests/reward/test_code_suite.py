@@ -52,6 +52,50 @@ def test_nothing_that_an_object_of_the_tested_code_says_of_itself_is_believed(te
     assert not right(FORGED, tests=f"{tests}\nassert f(1) is not None")
 
 
+LINKED = """
+class Node:
+    def __init__(self, value=0, next=None):
+        self.value, self.next = value, next
+    def add(self, x):
+        self.value += x
+        return self
+def reverse(node):
+    before = None
+    while node:
+        node.next, before, node = before, node, node.next
+    return before
+def same(x): return x
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "h = reverse(Node(1, Node(2, Node(3))))\nassert [h.value, h.next.value, h.next.next.value] == [3, 2, 1]",
+        "assert reverse(Node(1, Node(2))).next.next is None",
+        "a, b = Node(1), Node(2)\na.next = b\nassert a.next is b and reverse(a) is b and b.next is a",
+        "a = Node(3)\nassert same(a) is a and a.add(2) is a and a.value == 5 and Node(3) is not a",
+        "a = Node()\na.value = [1, {2}]\nassert a.value == [1, {2}] and not a.next and not hasattr(a, 'other')",
+    ],
+)
+def test_objects_lead_to_others_and_are_changed_by_the_tests(tests):
+    assert right(LINKED, tests=tests)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert same(Node()) is Node",
+        "a = Node(1, Node(2))\nassert a.next == Node(2)",
+        "a = Node(1, Node(2))\nassert a.next",
+        "a = Node(1, Node(2))\nassert a.next is Node(2)",
+        "a = Node(1)\ndel a.value",
+    ],
+)
+def test_of_two_objects_only_identity_is_known(tests):
+    assert not right(LINKED, tests=tests)
+
+
 def test_objects_have_identity_and_a_text():
     assert right(FORGED, tests="x = f(1)\nassert x is x and x is not None\nassert str(x) == '5'\nprint(x, [x])")
     assert not right(FORGED, tests="assert str(f(1)) == '4'")

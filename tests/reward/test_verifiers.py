@@ -127,6 +127,7 @@ def said(value: object) -> str:
         ("on [0, 1) it is\n\n" + json.dumps(WANTED), True),
         (f"\\boxed{{{json.dumps(WANTED)}}}", True),
         (f"\\[{json.dumps(WANTED)}\\]", True),
+        (r"\frac{a}{b} on [0, 1), {x : x > 0}; " * 1000 + json.dumps(WANTED), True),
         (f"```python\npass\n```\n{json.dumps(WANTED)}", True),
         (f"```json {json.dumps(WANTED)}\n```", True),
         (f"```JSON\r\n{json.dumps(WANTED)}\r\n```\r\n", True),
@@ -162,7 +163,7 @@ PART = json.dumps(WANTED)
         f"[{PART}, 1e999]",
         f'```json\n{{"a": {PART}\n```',
         f'First {PART}\nthen {{"a": {PART}',
-        "{a" * 1001 + PART,
+        "{a" * 40_000 + PART,
     ],
 )
 def test_nothing_inside_a_broken_value_is_credited(response):
