@@ -90,6 +90,8 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     if given and not given[0].name and "(" in asked[0].name:
         asked = truth.items  # values alone, in the order asked
     names = {item.name for item in (*given, *asked)}
+    if len(names - {""}) > 1 and bool(_PATTERNS["or"].search(answer.text)) != bool(_PATTERNS["or"].search(truth.text)):
+        return False, Rule.LIST
     unordered = truth.brackets in ("", "{}") and answer.brackets in ("", "{}") and len(names - {""}) <= 1
     undecided, remaining = False, list(given)
     for wanted in asked:

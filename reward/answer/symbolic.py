@@ -71,8 +71,8 @@ def without_capitals(text: str, truth: str) -> str:
     """`text` with letters of its own for `r` where the truth has `R` too, as the library reads both as one letter."""
     letters = set("".join(_PATTERNS["letters"].findall(truth)))
     spare = iter(sorted(set("abcfghjklmnpqrstuvwxyz") - {letter.lower() for letter in letters}))
-    # `d` too, which begins a differential.
-    doubled = sorted(letter for letter in letters if letter == "d" or (letter.islower() and letter.upper() in letters))
+    # `d` begins a differential; `E` and `I` are constants.
+    doubled = sorted(x for x in letters if x in "dEI" or (x.islower() and x.upper() in letters))
     table = str.maketrans({letter: next(spare, letter) for letter in doubled})
     return _PATTERNS["letters"].sub(lambda found: found[0].translate(table), text) if table else text
 
@@ -84,6 +84,7 @@ def letters(text: str) -> str:
 
 def _is_word(text: str) -> bool:
     """Whether letters that stand together are spelled, not multiplied."""
+    text = text.replace(" ", "").replace(",", "")
     return text.isalpha() and (len(text) > 3 or "o" in text or (len(text) > 1 and not text.islower()))
 
 

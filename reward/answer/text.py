@@ -127,8 +127,6 @@ def strip_edges(text: str) -> str:
             text = text.removesuffix("n")[:-1].rstrip(_EDGES_RIGHT)
         if text.endswith("}") and text.count("}") > text.count("{"):
             text = text[:-1]  # of a wrapper that was opened before the answer
-        if text.endswith("|") and text.count("|") == 1:
-            text = text[:-1]  # the end of a table's row
         if text.startswith("{") and text.endswith("}") and enclosed(text):
             text = text[1:-1]
     return text

@@ -104,12 +104,12 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: dict[in
 
     target = resolve(request)
     if "attribute" in request:
-        result, passed = getattr(target, request["attribute"]), ()
+        result, passed = getattr(target, request["attribute"]), list[Any]()
         if callable(result):
             return {"callable": True}
     else:
         arguments, keywords = decode(request["arguments"], resolve)
-        result, passed = target(*arguments, **keywords), (*arguments, *keywords.values())
+        result, passed = target(*arguments, **keywords), [*arguments, *keywords.values()]
     if result is None:  # what it made of those that it may have changed in place
         return {"value": None, "left": [_plain(each) if isinstance(each, CHANGEABLE) else None for each in passed]}
     return _plain(result) or {"object": id(objects.setdefault(id(result), result))}

@@ -16,6 +16,7 @@ import types
 import unittest
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, NoReturn
 
 from reward.code.landlock import confine, readable
@@ -209,8 +210,8 @@ class _Caller:
 
 class _StandIn:
     """A function, class or object of the tested code. It can be called, its methods too, asked for attributes and for
-    its text, get attributes, and is told apart by `is`. Comparing it, its truth, and every other operator end the tests: what comes out of
-    those would be the tested code's to decide."""
+    its text, get attributes, and is told apart by `is`. Comparing it, its truth, and every other operator end the
+    tests: what comes out of those would be the tested code's to decide."""
 
     __slots__ = ("_caller", "_target")
 
@@ -229,17 +230,14 @@ class _StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         self._caller.call(self._target | {"method": "__setattr__"}, (name, value), {})
 
-    def __repr__(self) -> str:
-        return self._text("__repr__")
-
-    def __str__(self) -> str:
-        return self._text("__str__")
-
     def _text(self, method: str) -> str:
         if "method" in self._target:
             self._caller.refuse()
         text = self._caller.call(self._target | {"method": method}, (), {})
         return text if type(text) is str else self._caller.refuse()
+
+    __repr__ = partialmethod(_text, "__repr__")
+    __str__ = partialmethod(_text, "__str__")
 
 
 _TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",

@@ -41,21 +41,15 @@ def judge(request: VerificationRequest) -> Judgement:
     Raises:
         VerifierError: the ground truth is not a letter, with or without brackets.
     """
-    wanted = _letter(request.ground_truth)
+    wanted = option(clean(request.ground_truth[:EXTRACTED_LIMIT]))
     if wanted is None:
         raise VerifierError(f"ground truth {request.ground_truth[:40]!r} is not the letter of an option, such as 'B'")
     statement = last_statement(request.response, request.prompt)
     if statement is None:
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
-    stated = {_letter(text) for text in (statement.text, *statement.rivals)}
+    stated = {option(clean(text[:EXTRACTED_LIMIT])) for text in (statement.text, *statement.rivals)}
     extracted = clean(statement.text)[:EXTRACTED_LIMIT]
-    if len(stated) > 1:
-        return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
     letter = stated.pop()
-    if letter is None:
-        return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
+    if letter is None or stated:
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE if stated else Rule.UNREADABLE)
     return Judgement(accuracy=letter == wanted, extracted=letter, rule=RULE)
-
-
-def _letter(text: str) -> str | None:
-    return option(clean(text[:EXTRACTED_LIMIT]))

@@ -37,9 +37,7 @@ def judge(request: VerificationRequest) -> Judgement | Deferred:
         plain, wanted = map(_PLAIN_INTEGER.fullmatch, (statement.text, request.ground_truth))
         if plain and wanted:
             return Judgement(accuracy=int(plain[1]) == int(wanted[1]), extracted=plain[1], rule=Rule.INTEGER)
-    if _PATTERNS["primed"].fullmatch(request.ground_truth) and not _PATTERNS["prime"].search(statement.text):
-        return Judgement(accuracy=False, extracted=clean(statement.text[:EXTRACTED_LIMIT]), rule=Rule.TEXT)
-    return _judge_statement(statement, _truth(request.ground_truth), request.prompt)
+    return _judge_statement(statement, _truth(request.ground_truth), request.prompt[-_PROMPT_LIMIT:])
 
 
 def _truth(ground_truth: str) -> Answer:
@@ -60,21 +58,21 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     answer = _without_label(_with_rivals(stated, statement, truth), truth)
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
-    decided = compare(answer, truth)
-    if decided is not None:
-        equal, rule = decided
-        extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
-        if equal and rule is not Rule.TEXT and _is_echo(answer, prompt):
-            return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
-        if equal and _is_of_another(answer, truth, prompt):
-            return Judgement(accuracy=False, extracted=answer.text[:EXTRACTED_LIMIT], rule=Rule.EQUATION)
-        return Judgement(accuracy=equal, extracted=extracted, rule=rule)
-    form = symbolic_form(answer, truth)
-    if form is None:
-        return Judgement(accuracy=False, extracted=extracted, rule=Rule.UNREADABLE)
-    if _is_echo(answer, prompt):
+    extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
+    ordered = truth.items and (_PATTERNS["parts"].fullmatch(truth.text) or _PATTERNS["ordered"].search(prompt))
+    if ordered and not (truth.brackets or answer.brackets):
+        answer, truth = (replace(each, text=f"({each.text})", brackets="()") for each in (answer, truth))
+    equal, rule = compare(answer, truth) or (None, Rule.UNREADABLE)
+    form = symbolic_form(answer, truth) if equal is None else None
+    if not equal and form is None:
+        return Judgement(accuracy=False, extracted=extracted, rule=rule)
+    if rule is not Rule.TEXT and _is_echo(answer, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
-    return Deferred(answer=form[0], truth=form[1], extracted=extracted)
+    if form is not None:
+        return Deferred(answer=form[0], truth=form[1], extracted=extracted)
+    if _is_of_another(answer, truth, prompt):
+        return Judgement(accuracy=False, extracted=extracted, rule=Rule.EQUATION)
+    return Judgement(accuracy=True, extracted=extracted, rule=rule)
 
 
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
@@ -87,13 +85,16 @@ def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer 
 
 
 def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
-    """The letter of a stated option where a letter was asked for, else the text of that option."""
+    """The letter of a stated option where a letter was asked for, else the text of that option. The truth, where that
+    has both and its letter is stated."""
     if answer is None or answer.number is not None or not answer.text:
         return answer
     label = labelled(answer.text)
     if asked := OPTION["alone"].fullmatch(truth.text):
         in_words = option(answer.text) if OPTION["in_words"].fullmatch(answer.text) else None
         return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
+    if answer.text.strip("()") in (labelled(truth.text) or ())[:1]:
+        return truth
     return read(label[1]) if label and labelled(truth.text) is None else answer
 
 
@@ -110,7 +111,7 @@ def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
     `f(3)` where it has `f(4)`, of minutes where it asks for seconds."""
     bare = truth.number and not truth.number.unit and not {"in", "per"} & set(answer.body.split())  # `4 in total`
     unit = answer.number.unit if answer.number and bare else ""
-    pairs = _PATTERNS["asked"].findall(prompt[-_PROMPT_LIMIT:]) if unit else ()
+    pairs = _PATTERNS["asked"].findall(prompt) if unit else ()
     asked = {name for pair in pairs for word in pair if (name := unit_name(word)) and name != "degree"}
     if asked and not unit.startswith(tuple(asked)):
         return True
@@ -134,7 +135,7 @@ def _is_echo(answer: Answer, prompt: str) -> bool:
 def _in_order(body: str, prompt: str) -> bool:
     """Whether the numbers of `body` other than 1, two at least, follow each other in the question."""
     own = [numeral for numeral in _numerals(body) if numeral != "1"]
-    asked = _numerals(prompt[-_PROMPT_LIMIT:])
+    asked = _numerals(prompt)
     return len(own) >= 2 and any(asked[at : at + len(own)] == own for at in range(len(asked) - len(own) + 1))
 
 

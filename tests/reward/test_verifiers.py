@@ -79,6 +79,8 @@ def test_the_config_refuses_an_unknown_verifier():
         *[(f"Answer: B\n\n{text}", True) for text in ("The correct answer is B.", "So the answer is C for small n.")],
         *[(f"Answer: B, {text}", False) for text in ("but D is also possible", "maybe C", "could be C", "also C")],
         *[(f"Answer: B{text}", True) for text in (": 12 m/s", " \u2014 12 m/s", ": both masses", ", but C is wrong")],
+        *[(f"Answer: B{text}", True) for text in (" (not C)", ", not C", "; C is wrong", " rather than C")],
+        *[(f"Answer: B{text}", False) for text in (" (C also works)", " (incorrect)", ": wrong", "; alternatively C")],
     ],
 )  # fmt: skip
 def test_choice(response, right):
