@@ -48,6 +48,7 @@ def routing_gaps(folder: Path, dtype: str, responses: int) -> list[RoutingGap]:
         f"model.dtype={dtype}",
         "actor.routing_replay=true",
         "actor.layout.tensor=1",
+        "actor.layout.data=1",
     ]
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml", [*keys, "rollout.deterministic=false"])
     config = replace(config, actor=replace(config.actor, device="cpu"))

@@ -4,6 +4,7 @@
 the worse of the two: it is trained on as if it were right. The table is ours, so our rules have been corrected by it.
 """
 
+import argparse
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -41,6 +42,7 @@ def _request(case: Case) -> VerificationRequest:
 
 def main() -> None:
     """Prints a table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cases = load_cases()
     right = sum(case.robust for case in cases)
     print(f"{len(cases)} cases, {right} labelled right, {len(cases) - right} wrong")
