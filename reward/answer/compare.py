@@ -22,7 +22,7 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     if answer.rounded is not None and "." in truth.body:
         return compare(answer.rounded, truth)
     if answer.number is not None and truth.number is not None:
-        if _is_equation(truth) and answer.name != truth.name:
+        if is_equation(truth) and answer.name != truth.name:
             return None if answer.name else (False, Rule.EQUATION)
         integers = answer.number.value.denominator == truth.number.value.denominator == 1
         equal = answer.number.equals(truth.number) and _names_agree(answer, truth)
@@ -42,9 +42,9 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     return None
 
 
-def _is_equation(truth: Answer) -> bool:
+def is_equation(truth: Answer) -> bool:
     """`x^2+y^2 = 1` asks for a curve; `x = 1`, `AB = 1` and `f(2) = 1` for a number."""
-    bare = _PATTERNS["command"].sub("", truth.name)
+    bare = _PATTERNS["command"].sub("", truth.text.partition("=")[0]).replace(" ", "")
     return not _PATTERNS["call"].fullmatch(truth.name) and _PATTERNS["unknowns"].fullmatch(bare) is not None
 
 

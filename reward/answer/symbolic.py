@@ -85,7 +85,7 @@ def letters(text: str) -> str:
 
 def _is_word(text: str) -> bool:
     """Whether letters that stand together are spelled, not multiplied."""
-    text = text.replace(" ", "").replace(",", "")
+    text = text.strip("()").replace(" ", "").replace(",", "")
     return text.isalpha() and (len(text) > 3 or "o" in text or (len(text) > 1 and not text.islower()))
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from reward.answer import symbolic
-from reward.answer.compare import as_list, by_name, compare
+from reward.answer.compare import as_list, by_name, compare, is_equation
 from reward.answer.extract import LINE_LIMIT, Statement, last_statement
 from reward.answer.number import split_unit, unit_name
 from reward.answer.read import Answer, read, read_raw
@@ -86,16 +86,17 @@ def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer 
 
 def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
     """The letter of a stated option where a letter was asked for, else the text of that option. The truth, where that
-    has both and its letter is stated."""
-    if answer is None or answer.number is not None or not answer.text:
+    has both and either is stated."""
+    wanted = labelled(truth.text)
+    if answer is None or not answer.text or (answer.number is not None and not wanted):
         return answer
     label = labelled(answer.text)
     if asked := OPTION["alone"].fullmatch(truth.text):
         in_words = option(answer.text) if OPTION["in_words"].fullmatch(answer.text) else None
         return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
-    if answer.text.strip("()") in (labelled(truth.text) or ())[:1]:
+    if wanted and (answer.text.strip("()") == wanted[0] or (compare(answer, read(wanted[1])) or (False,))[0]):
         return truth
-    return read(label[1]) if label and labelled(truth.text) is None else answer
+    return read(label[1]) if label and wanted is None else answer
 
 
 def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
@@ -113,7 +114,7 @@ def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
     unit = answer.number.unit if answer.number and bare else ""
     pairs = _PATTERNS["asked"].findall(prompt) if unit else ()
     asked = {name for pair in pairs for word in pair if (name := unit_name(word)) and name != "degree"}
-    if asked and not unit.startswith(tuple(asked)):
+    if asked and unit.partition("/")[0].rstrip("0123456789") not in asked:
         return True
     if answer.name == truth.name or _spelling(answer.name) in _spelling(prompt):
         return False
@@ -156,8 +157,11 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
         return None
     answer, truth = as_list(answer, truth), as_list(truth, answer)
     if any(item.name for item in answer.items) and "=" not in truth.text:  # `x = 1, y = 2` of `(1, 2)`
-        values = ", ".join(item.body for item in by_name(answer.items))
-        answer = replace(answer, text=f"{truth.brackets[:1]}{values}{truth.brackets[1:]}", body="")
+        answer = _values(answer, truth.brackets)
+    elif "=" not in answer.text and truth.name and not is_equation(truth):  # `\\sqrt3` of `f(2) = \\sqrt3`
+        truth = replace(truth, text=truth.body)
+    elif "=" not in answer.text and answer.brackets and truth.items and all(item.name for item in truth.items):
+        truth = _values(truth, answer.brackets)
     answered = answer.text if "=" in truth.text else answer.body or answer.text
     truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
     answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
@@ -171,6 +175,11 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):
         return None
     return symbolic.without_capitals(given, wanted), symbolic.without_capitals(wanted, wanted)
+
+
+def _values(named: Answer, brackets: str) -> Answer:
+    values = ", ".join(item.body for item in by_name(named.items))
+    return replace(named, text=f"{brackets[:1]}{values}{brackets[1:]}", body="")
 
 
 def finish(deferred: Deferred) -> Judgement:
