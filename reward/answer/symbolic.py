@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reward.answer.text import WORDS, Rewriting, closing, patterns
 
 if TYPE_CHECKING:
-    from sympy import Basic, Expr
+    from sympy import Expr
     from sympy.core.relational import Relational
 
 LENGTH_LIMIT = 300  # characters of an expression
@@ -153,7 +153,7 @@ def equivalent(answer: str, truth: str) -> bool:
     """Whether two normalised expressions are equal, exactly. May never end: call it where it can be killed."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, grader, parse, verify
-    from sympy import Basic, Expr, I, Symbol
+    from sympy import Basic, Expr, I, Symbol, evaluate
 
     # The library's own holds all relations for equal that have no solutions, and may need a minute for the others.
     grader.sympy_solve_and_compare = _same_relation
@@ -174,29 +174,16 @@ def equivalent(answer: str, truth: str) -> bool:
     for each in (gold, target):
         if isinstance(each[0], Basic):  # the library takes a letter for real in some layouts alone
             real = {letter: Symbol(letter.name, real=True) for letter in each[0].free_symbols}
-            each[0] = _replaced(each[0], real)
+            with evaluate(isinstance(each[0], Expr)):  # else `x^2 = -1` of a real letter would be `False`
+                each[0] = each[0].xreplace(real)
             each[0] = each[0].xreplace({Symbol("i", real=True): I} if isinstance(each[0], Expr) else {})
     numbers = [each[0] for each in (gold, target) if isinstance(each[0], Expr)]
     if len(numbers) == 2 and not any(number.free_symbols for number in numbers):
         return _equal_numbers(numbers[0], numbers[1], places)
     if places > _DIGITS_LIMIT:
         return bool(gold[0] == target[0])
-    if _differ(gold[0], target[0]):
-        return False
     equal = verify(gold, target, numeric_precision=places, timeout_seconds=None)
     return equal or (len(numbers) == 2 and _equal_where_positive(numbers[0], numbers[1]))
-
-
-def _replaced(expression: "Basic", letters: dict) -> "Basic":
-    """With other letters. No relation is decided by it: sympy would make `False` of every one without real solutions."""
-    from sympy import And
-    from sympy.core.relational import Relational
-
-    if not expression.has(Relational):
-        return expression.xreplace(letters)
-    parts = getattr(expression, "_unsorted_args", expression.args)
-    undecided = {"evaluate": False} if isinstance(expression, (And, Relational)) else {}
-    return expression.func(*(_replaced(part, letters) for part in parts), **undecided)
 
 
 def _same_relation(one: "Relational", other: "Relational", *digits: int) -> bool:
@@ -214,26 +201,6 @@ def _same_relation(one: "Relational", other: "Relational", *digits: int) -> bool
     sides = [together(each.gts - each.lts) if upwards else numer(together(each.lhs - each.rhs)) for each in (one, other)]
     ratio = cancel(sides[0] / sides[1])
     return bool(ratio.is_number and (ratio.is_positive if upwards else ratio.is_nonzero))
-
-
-def _differ(one: "Basic", other: "Basic") -> bool:
-    """Whether two expressions, or the right sides of one left side, differ where all letters are small positive numbers
-    and where they are large ones: a root of a product may be the product of the roots at one of them alone."""
-    from sympy import Eq, Expr, Float
-
-    if isinstance(one, Eq) and isinstance(other, Eq) and one.lhs == other.lhs:
-        one, other = one.rhs, other.rhs
-    if not (isinstance(one, Expr) and isinstance(other, Expr)):
-        return False
-    letters = sorted(one.free_symbols | other.free_symbols, key=str)
-    for scale in (0.173, 17.3):
-        at = {letter: Float(scale * (1 + 0.37 * number)) for number, letter in enumerate(letters)}
-        values = [each.evalf(30, subs=at) for each in (one, other)]
-        if not all(value.is_number and value.is_finite for value in values):
-            return False
-        if abs(values[0] - values[1]) <= 1e-9 * (1 + abs(values[0])):
-            return False
-    return True
 
 
 def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:
