@@ -11,7 +11,7 @@ prompts alone, never on time: a resumed run computes the same numbers, bit for b
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
@@ -217,9 +217,9 @@ def mini_batches(
 class LogProbStream(AbstractAsyncContextManager["LogProbStream"]):
     """Log-probs of the groups given to `add`, in that order. Use as a context: what is under way ends with it."""
 
-    def __init__(self, trainer: "Trainer", config: Config) -> None:
-        """`config`: as it holds in the step."""
-        self._trainer, self._config = trainer, config
+    def __init__(self, trainer: "Trainer", config: Config, lose: Callable[[Exception], None]) -> None:
+        """`config`: as it holds in the step. `lose`: told of a failure at once, not when the batch is full."""
+        self._trainer, self._config, self._lose = trainer, config, lose
         self._chunk_size = -(-config.algorithm.prompts_per_step // CHUNKS)
         self._wait = config.run.mode == "colocated"
         """Nothing is sent before `finish`, while the servers have the memory; the chunks are the same."""
@@ -254,7 +254,14 @@ class LogProbStream(AbstractAsyncContextManager["LogProbStream"]):
     def _send(self) -> None:
         responses = responses_of(self._waiting[: self._chunk_size], self._config)
         del self._waiting[: self._chunk_size]
-        self._chunks.append(asyncio.create_task(self._trainer.log_probs(responses, self._config.rollout.temperature)))
+        self._chunks.append(asyncio.create_task(self._scored(responses)))
+
+    async def _scored(self, responses: Responses) -> LogProbs:
+        try:
+            return await self._trainer.log_probs(responses, self._config.rollout.temperature)
+        except Exception as error:
+            self._lose(error)
+            raise
 
 
 class MismatchStop(RuntimeError):

@@ -37,7 +37,7 @@ async def fill_batch(context: RunContext, progress: Progress, timer: StepTimer) 
     """Rollouts, verdicts, dynamic sampling and old log-probs of the next rollout step. Changes no weights."""
     step = progress.rollout_step + 1
     config = context.config.at_step(step)
-    async with LogProbStream(context.trainer, config) as stream:
+    async with LogProbStream(context.trainer, config, context.waits.lose) as stream:
         with timer.measure("handover"):
             await context.handover.to_servers()
         context.generator.take_seconds()  # those of the update before belong to no phase

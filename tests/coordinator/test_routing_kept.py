@@ -97,7 +97,8 @@ def test_old_log_probs_are_asked_for_with_them(config):
             asked[value].append(responses)
             return LogProbs(log_probs=np.zeros(1, np.float32), entropy=np.zeros(1, np.float32))
 
-        stream = LogProbStream(SimpleNamespace(log_probs=log_probs), config(f"actor.routing_replay={value}"))
+        trainer = SimpleNamespace(log_probs=log_probs)
+        stream = LogProbStream(trainer, config(f"actor.routing_replay={value}"), pytest.fail)
         async with stream:
             for group in routed(make_groups()):
                 stream.add(group)

@@ -1,6 +1,7 @@
 """Stages of `rollout`: what was drawn in one way is trained, judged and cut off in that way, and in no other."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 
 from megatron_dapo.actor.step_data import LogProbs
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
+from megatron_dapo.cluster.trainer import TrainerError
+from megatron_dapo.cluster.waits import Waits
 from megatron_dapo.config import load_config
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, DynamicSamplingConfig
 from megatron_dapo.coordinator.batch import LogProbStream, step_arrays, update_actor
@@ -71,7 +74,7 @@ def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(c
     trainer, groups = Calls(), make_groups()
 
     async def one_step():
-        async with LogProbStream(trainer, config.at_step(step)) as stream:
+        async with LogProbStream(trainer, config.at_step(step), pytest.fail) as stream:
             for each in groups:
                 stream.add(each)
             old = await stream.finish()
@@ -83,6 +86,26 @@ def test_the_trainer_reads_the_log_probs_at_the_temperature_of_the_steps_stage(c
     lengths = [len(each.generation.token_ids) for group in groups for each in group.responses]
     constant = sum(lengths) / (len(lengths) * longest)  # Dr. GRPO's: the longest response of the step
     assert trainer.weights == pytest.approx(constant, rel=1e-6)
+
+
+def test_ranks_that_fail_end_the_rollout_at_once(config):
+    """Not when the batch is full, which may take an hour."""
+
+    class Failing:
+        async def log_probs(self, responses, temperature):
+            raise TrainerError("trainer log_probs failed")
+
+    async def one_step():
+        waits = Waits()
+        async with LogProbStream(Failing(), config, waits.lose) as stream:
+            for each in make_groups():
+                stream.add(each)
+            await waits.wait_for("batch of groups", "rollout servers", 30.0, asyncio.sleep(60.0))
+
+    began = time.monotonic()
+    with pytest.raises(TrainerError, match="log_probs failed"):
+        asyncio.run(one_step())
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("killed_after", [None, 3, 4])
