@@ -127,12 +127,15 @@ def _why_not(name: str, config: RewardConfig, truths: Sequence[Truth], kind: str
 
 
 def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
-    """Any other error is the response's: a verifier may want a form that a ground truth alone does not have."""
+    """Any other error is the response's: a verifier may want a form that a ground truth alone does not have. But a
+    TypeError or AttributeError on each of them is a slip in the code."""
+    slips: list[str] = []
     own: Any = load(name) if kind == "verifier" else load_environment(name)
     end = time.monotonic() + TRY_S
     for place, prompt, truth in truths:
         if time.monotonic() > end:
             break
+        slips.append("")
         request = VerificationRequest(response=truth, ground_truth=truth, prompt=prompt, verifier=name)
         # Its thread needs no lock of Python's, which a regular expression without end keeps.
         faulthandler.dump_traceback_later(float(sys.argv[-1]), exit=True)
@@ -142,11 +145,14 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
             raise VerifierError(f"{place}: {error}") from None
         except (NameError, ImportError) as error:
             raise VerifierError(f"{type(error).__name__}: {error}") from None
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
+            slips[-1] = f"{type(error).__name__}: {error}" if isinstance(error, TypeError | AttributeError) else ""
             continue
         right = judged.accuracy if isinstance(judged, Judgement) else judged
         if kind == "verifier" and not isinstance(right, Deferred | bool):
             raise VerifierError(f"it returned {judged!r:.80}, not a Judgement of True or False, nor a bool")
+    if slips and all(slips):
+        raise VerifierError(f"on every ground truth that it was tried on: {slips[-1]}")
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ class ForwardBackward:
         inputs = self._inputs(responses, plan, {}, counts)
 
         def collect(item: _Input, output: Tensor, non_loss_data: bool = True) -> Tensor:
-            return torch.stack(self._token_log_probs(item, output, temperature, entropy_gradient=False))
+            return torch.stack(self._token_log_probs(item, output, temperature, False))
 
         results = self._run(inputs, collect, forward_only=True, collect_non_loss_data=True)
         whole = np.zeros((2, responses.num_response_tokens), dtype=np.float32)
@@ -211,7 +211,7 @@ class ForwardBackward:
         )
 
     def _token_log_probs(
-        self, item: _Input, output: Tensor, temperature: float, *, entropy_gradient: bool
+        self, item: _Input, output: Tensor, temperature: float, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """[N_mb] each, from the last stage's output [1, T, ...]: this rank's columns of the logits, or hidden
         states."""
@@ -236,9 +236,7 @@ class ForwardBackward:
         self, item: _Input, output: Tensor, *, objective: Objective, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, 0, sums): Megatron's triple; with `calculate_per_token_loss` it leaves the loss as it is."""
-        log_probs, entropy = self._token_log_probs(
-            item, output, temperature, entropy_gradient=objective.uses_entropy_gradient
-        )
+        log_probs, entropy = self._token_log_probs(item, output, temperature, objective.uses_entropy_gradient)
         token_loss = objective(log_probs, entropy, item.columns)
         counted = item.weights.ne(0)
         loss = torch.where(counted, item.weights * token_loss.loss, 0).sum()

@@ -63,9 +63,7 @@ class GpuHandover:
             if freed[now.rank] < LEAST_GIVEN * claimed[now.rank] * GIB
         ]
         if short:
-            raise MemoryNotFree(
-                "\n  ".join(["less memory became free than rollout servers say that they left:", *short])
-            )
+            raise MemoryNotFree("\n  ".join(["less memory became free than rollout servers say they left:", *short]))
         if after and not self._freed:
             least = min(freed[rank] for rank in freed if claimed[rank] == max(claimed.values())) / GIB
             self._report(f"colocated: servers leave {least:.1f} GiB of each GPU to the trainer, {after[0].line()}")

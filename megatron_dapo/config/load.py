@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -172,8 +172,10 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     if not separator or not name.strip():
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     path = tuple(part.strip() for part in name.split("."))
+    # A text is taken as it stands: YAML would cut `#### {form}` at the mark and read `Answer:` as a section.
+    written = text[:1] not in ("'", '"') and name.strip() in _text_keys() and not re.match(_SCALARS["null"], text)
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = text.strip(" ") if written else yaml.load(text, Loader=_Loader)
         leaves = flatten(value) if isinstance(value, dict) else {}
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
@@ -200,7 +202,7 @@ def _fault(fault: Any, lines: Lines) -> str:
         known = _keys(path[:-1])
         above, word = ".".join((*path[:-1], "")), path[-1]
         near = get_close_matches(word, known, n=1) or [key for key in known if key.startswith(word)]
-        elsewhere = [] if near and above else [key for key in _all_keys(Config) if key.endswith(f".{word}")]
+        elsewhere = [] if near and above else [key for key, _ in _all_keys(Config) if key.endswith(f".{word}")]
         meant = elsewhere or [f"{above}{one}" for one in near[:1]]
         hint = f"did you mean {' or '.join(meant)}?" if meant else f"valid: {', '.join(known)}"
         return f"{place}: {name}: no such key; {hint}"
@@ -225,9 +227,14 @@ def _keys(path: KeyPath) -> list[str]:
     return list(section.__pydantic_fields__)
 
 
-def _all_keys(section: Any, above: str = "") -> Iterator[str]:
+def _text_keys() -> set[str]:
+    kinds = {key: get_args(kind) if get_origin(kind) is Union else (kind,) for key, kind in _all_keys(Config)}
+    return {key for key, each in kinds.items() if str in [getattr(one, "__origin__", one) for one in each]}
+
+
+def _all_keys(section: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in section.__pydantic_fields__.items():
-        yield f"{above}{name}"
+        yield f"{above}{name}", field.annotation
         if hasattr(field.annotation, "__pydantic_fields__"):
             yield from _all_keys(field.annotation, f"{above}{name}.")
 

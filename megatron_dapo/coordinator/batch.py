@@ -81,9 +81,7 @@ def objective_of(algorithm: AlgorithmConfig) -> PolicyObjective:
         if taken := TAKEN_NAMES.intersection(loss.stat_names):
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"algorithm.policy_loss = {name}, a class made with loss_options {options}: {error}"
-        ) from None
+        raise ConfigError(f"algorithm.policy_loss = {name}, made with loss_options {options}: {error}") from None
     return PolicyObjective(
         loss=loss,
         kl_coefficient=algorithm.kl.coefficient,
@@ -105,9 +103,7 @@ def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config:
     try:
         found = load_named(config.estimator)(rewards, response_lengths.reshape(rewards.shape))
     except Exception as error:  # a user's code may fail in any way
-        raise ConfigError(
-            f"algorithm.advantage.estimator = {config.estimator}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {error!r}") from error
     if not (isinstance(found, torch.Tensor) and found.shape == rewards.shape and found.isfinite().all()):
         wanted = f"must give finite numbers {[*rewards.shape]}, one a response; got {found!r:.200}"
         raise ConfigError(f"algorithm.advantage.estimator = {config.estimator}: {wanted}")
@@ -127,9 +123,7 @@ def responses_of(groups: Sequence[ScoredGroup], config: Config) -> Responses:
 def step_arrays(groups: Sequence[ScoredGroup], config: Config) -> StepArrays:
     """Flatten the groups and compute their advantages."""
     everyone = [response for group in groups for response in group.responses]
-    rewards = torch.tensor(
-        [[response.reward_shaped for response in group.responses] for group in groups], dtype=torch.float64
-    )
+    rewards = torch.tensor([[one.reward_shaped for one in group.responses] for group in groups], dtype=torch.float64)
     truncated, responses = np.array([response.truncated for response in everyone]), responses_of(groups, config)
     lengths = torch.from_numpy(responses.response_lengths.astype(np.int64))
     return StepArrays(

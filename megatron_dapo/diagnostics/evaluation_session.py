@@ -95,9 +95,7 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
             earlier = tuple(EarlierTurn(**turn) for turn in line["earlier"])
             known[key] = Answer(**line | {"earlier": earlier})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EvaluationError(
-                f"{place}: no response of an evaluation ({error!r}); remove the line, it will be asked for again"
-            ) from None
+            raise EvaluationError(f"{place}: no response ({error!r}); remove the line, it is asked for again") from None
     return known
 
 
@@ -244,9 +242,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             answers = await waits.wait_for("held-out answers", "rollout servers", deadline_s, answering)
             if weights is None and (now := await weight_labels(fleet)) != described:
                 aside = (out / RESPONSES).rename(out / f"{RESPONSES}.mixed")
-                raise EvaluationError(
-                    f"the servers held {described} and now {now}: {aside} mixes them and is of no use"
-                )
+                raise EvaluationError(f"the servers held {described} and now {now}: {aside} mixes them and is useless")
             about = {
                 "weights": described | ({"folder": str(weights)} if weights else {}),
                 "rollout_step": rollout_step,

@@ -70,9 +70,7 @@ def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[
             groups = _groups(content["groups"], arrays)
     # What the readers make of a damaged file: no zip, no JSON, a key that is not there, too few elements.
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise GroupFileError(
-            f"{folder}: {name}.json or {name}.npz is missing or damaged ({type(error).__name__}: {error})"
-        ) from None
+        raise GroupFileError(f"{folder}: {name}.json or {name}.npz is missing or damaged ({error!r})") from None
     return groups, content["extra"]
 
 

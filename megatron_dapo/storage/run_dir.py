@@ -141,9 +141,7 @@ class RunDir:
             if not resume:
                 refuse_what_is_there(self.path)
             if self.rollout.is_symlink() or self.rollout.is_file():
-                raise RunDirError(
-                    f"{self.rollout}: is no folder, and the run makes and removes one there; move it away"
-                )
+                raise RunDirError(f"{self.rollout}: is no folder; the run makes and removes one there; move it away")
         except RunDirError:
             self.close()
             raise

@@ -7,7 +7,6 @@ grammar (`fits`) that lets only short, closed expressions through, and the pool,
 
 import logging
 import math
-import re
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING
 from reward.answer.text import WORDS, Rewriting, closing, patterns
 
 if TYPE_CHECKING:
-    from sympy import Expr
-    from sympy.core.relational import Relational
+    from sympy import Expr, Rel
 
 LENGTH_LIMIT = 300  # characters of an expression
 _DEPTH_LIMIT = 12  # nested brackets
@@ -38,12 +36,9 @@ def normalise(text: str) -> str:
     if "°" in text:
         radians = r"(\1\\cdot\\frac{\\pi}{180})" if _PATTERNS["trigonometric"].search(text) else r"\1"
         text = _PATTERNS["degrees"].sub(radians, text)
-    return _PATTERNS["decimals"].sub(_as_fraction, _explicit_factors(text))
-
-
-def _as_fraction(decimal: re.Match[str]) -> str:
-    """`0.5` as `(\\frac{05}{10})`: the library would round decimals."""
-    return f"(\\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}})"
+    # `0.5` as `(\frac{05}{10})`: the library would round decimals.
+    text = _explicit_factors(text)
+    return _PATTERNS["decimals"].sub(lambda each: f"(\\frac{{{each[1]}{each[2]}}}{{1{'0' * len(each[2])}}})", text)
 
 
 def fits(text: str, truth: str) -> bool:
@@ -142,8 +137,6 @@ def _decimal_places(text: str) -> int:
 @cache
 def prepare() -> None:
     """Imports the library (about a second of CPU), so that the limit of a verdict does not pay for it."""
-    import math_verify  # noqa: F401
-
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     equivalent("x+1", "1+x")  # the first comparison builds the parser's tables
@@ -186,7 +179,7 @@ def equivalent(answer: str, truth: str) -> bool:
     return equal or (len(numbers) == 2 and _equal_where_positive(numbers[0], numbers[1]))
 
 
-def _same_relation(one: "Relational", other: "Relational", *digits: int) -> bool:
+def _same_relation(one: "Rel", other: "Rel", *digits: int) -> bool:
     """Whether two relations that differ side by side say the same: of one left side the right ones are equal, or one
     is a multiple of the other."""
     from math_verify.grader import sympy_expr_eq
@@ -197,10 +190,10 @@ def _same_relation(one: "Relational", other: "Relational", *digits: int) -> bool
         return bool(sympy_expr_eq(one.rhs, other.rhs, *digits))
     if len(kinds) > 1 or not (one.free_symbols and one.free_symbols == other.free_symbols):
         return False
-    upwards = kinds < {">", ">="}
-    sides = [together(each.gts - each.lts) if upwards else numer(together(each.lhs - each.rhs)) for each in (one, other)]
+    above = kinds < {">", ">="}
+    sides = [together(each.gts - each.lts) if above else numer(together(each.lhs - each.rhs)) for each in (one, other)]
     ratio = cancel(sides[0] / sides[1])
-    return bool(ratio.is_number and (ratio.is_positive if upwards else ratio.is_nonzero))
+    return bool(ratio.is_number and (ratio.is_positive if above else ratio.is_nonzero))
 
 
 def _equal_numbers(one: "Expr", other: "Expr", places: int) -> bool:

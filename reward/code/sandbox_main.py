@@ -88,7 +88,8 @@ def _serve(requests: int, replies: int, namespace: dict[str, Any]) -> None:
             return
         try:
             if "names" in request:
-                reply = {name: _described(namespace[name]) for name in request["names"] if name in namespace}
+                found = {name: namespace[name] for name in request["names"] if name in namespace}
+                reply = {name: _plain(value) or {"callable": True} for name, value in found.items()}
             else:
                 reply = _answer(request, namespace, objects)
         except BaseException as error:  # the tests are told, whatever it is
@@ -121,10 +122,6 @@ def _plain(value: Any) -> Any:
         return {"value": encode(value)}
     except NotPlain:
         return None
-
-
-def _described(value: Any) -> Any:
-    return _plain(value) or {"callable": True}
 
 
 def _kind(error: BaseException) -> str:

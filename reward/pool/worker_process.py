@@ -103,7 +103,8 @@ class WorkerProcess:
         number, stepping = secrets.randbits(64), isinstance(jobs[0], Step)
         try:
             async with asyncio.timeout(START_LIMIT_S if needs else limit_s) as limit:
-                await self._send(pickle.dumps((jobs, bool(needs)), protocol=5), number)
+                content = pickle.dumps((jobs, bool(needs)), protocol=5)
+                await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content), number) + content)
                 if needs:
                     if await self._receive(number) is not READY:
                         raise ValueError("an unexpected reply: the next one would belong to another request")
@@ -126,9 +127,6 @@ class WorkerProcess:
         except (EOFError, OSError):  # somebody else may have killed it, as the kernel does where memory is short
             reason, again = await self._death(), True
         raise WorkerLost(reason, time.monotonic() - start, again)
-
-    async def _send(self, content: bytes, number: int) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, HEADER.pack(len(content), number) + content)
 
     async def _receive(self, number: int) -> Reply:
         """The next reply, to the order of this number. Raises EOFError, OSError (the worker is gone), ValueError (it is

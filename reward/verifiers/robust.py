@@ -157,11 +157,10 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
         return None
     answer, truth = as_list(answer, truth), as_list(truth, answer)
     if any(item.name for item in answer.items) and "=" not in truth.text:  # `x = 1, y = 2` of `(1, 2)`
-        answer = _values(answer, truth.brackets)
+        values = ", ".join(item.body for item in by_name(answer.items))
+        answer = replace(answer, text=f"{truth.brackets[:1]}{values}{truth.brackets[1:]}", body="")
     elif "=" not in answer.text and truth.name and not is_equation(truth):  # `\\sqrt3` of `f(2) = \\sqrt3`
         truth = replace(truth, text=truth.body)
-    elif "=" not in answer.text and answer.brackets and truth.items and all(item.name for item in truth.items):
-        truth = _values(truth, answer.brackets)
     answered = answer.text if "=" in truth.text else answer.body or answer.text
     truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
     answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
@@ -175,11 +174,6 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):
         return None
     return symbolic.without_capitals(given, wanted), symbolic.without_capitals(wanted, wanted)
-
-
-def _values(named: Answer, brackets: str) -> Answer:
-    values = ", ".join(item.body for item in by_name(named.items))
-    return replace(named, text=f"{brackets[:1]}{values}{brackets[1:]}", body="")
 
 
 def finish(deferred: Deferred) -> Judgement:

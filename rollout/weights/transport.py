@@ -262,9 +262,7 @@ class GroupTransport:
             "group_name": self.name,
             "load_format": "flattened_bucket",
         }
-        calls = {
-            url: client.update_weights("distributed", body, label, self._deadline_s) for url, client in clients.items()
-        }
+        calls = {url: one.update_weights("distributed", body, label, self._deadline_s) for url, one in clients.items()}
         return await self._beside(calls, buffer, names[0])
 
     async def _beside(self, calls: "Mapping[str, Any]", data: Tensor, name: str) -> dict[str, Failure]:

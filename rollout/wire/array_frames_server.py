@@ -26,23 +26,21 @@ def add() -> None:
     from sglang.srt.entrypoints.http_server import app, get_global_state
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    app.add_middleware(
-        PackedAnswers, request_type=GenerateReqInput, manager=lambda: get_global_state().tokenizer_manager
-    )
+    app.add_middleware(PackedAnswers, asked=GenerateReqInput, manager=lambda: get_global_state().tokenizer_manager)
 
 
 class PackedAnswers:
     """Answers POST /generate in frames where the header `Accept` names them; passes on everything else."""
 
-    def __init__(self, app: ASGIApp, *, request_type: type, manager: Callable[[], Any]) -> None:
+    def __init__(self, app: ASGIApp, *, asked: type, manager: Callable[[], Any]) -> None:
         """
         Args:
             app: answers everything else.
-            request_type: SGLang's `GenerateReqInput`.
+            asked: SGLang's `GenerateReqInput`.
             manager: returns SGLang's tokenizer manager, once the server serves.
         """
         self.app = app
-        self._read: Callable[[Any], Any] = TypeAdapter(request_type).validate_python
+        self._read: Callable[[Any], Any] = TypeAdapter(asked).validate_python
         self._manager = manager
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

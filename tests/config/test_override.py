@@ -46,3 +46,29 @@ def test_an_empty_mapping_empties_what_the_file_has(file):
 def test_an_error_names_the_override_that_it_is_in(file, given, said):
     with pytest.raises(ConfigError, match=said):
         load_config(file, [given])
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "read"),
+    [
+        ("data.answer_after", "####", "####"),
+        ("data.instruction", "#### {form}", "#### {form}"),
+        ("data.instruction", "End: # {form}", "End: # {form}"),
+        ("data.instruction", "two\nlines", "two\nlines"),
+        ("data.instruction", '"a\\nb"', "a\nb"),
+        ("data.instruction", "null", None),
+        ("data.instruction", "'null'", "null"),
+        ("data.instruction", "%d *x @y", "%d *x @y"),
+        ("data.template", "Q: {prompt}", "Q: {prompt}"),
+        ("data.template", "{prompt} {prompt}", "{prompt} {prompt}"),
+        ("run.dir", "a #b", "a #b"),
+        ("run.dir", "123", "123"),
+        ("reward.verifier", "robust:#### {answer}", "robust:#### {answer}"),
+    ],
+)
+def test_a_text_is_taken_as_it_stands(file, key, written, read):
+    """YAML would cut it at a `#`, or make a section or a number of it."""
+    section, _, name = key.partition(".")
+    config = load_config(file, [f"{key}={written}"])
+    assert getattr(getattr(config, section), name) == read
+    assert load_config(file, [f"actor.threads=2 # {written!r}"]).actor.threads == 2

@@ -218,12 +218,12 @@ def test_the_objective_is_the_configs(config):
     assert objective_of(chosen).loss == SAPO(positive=1.0, negative=2.0)
     chosen = config("algorithm.policy_loss=reinforce", "algorithm.importance.upper=3.0").algorithm
     assert objective_of(chosen).loss == Reinforce(upper=3.0)
-    with pytest.raises(ConfigError, match=r"policy_loss = no_such_module:Loss, a class .*No module named"):
+    with pytest.raises(ConfigError, match=r"policy_loss = no_such_module:Loss, made with .*No module named"):
         objective_of(config("algorithm.policy_loss=no_such_module:Loss").algorithm)
     chosen = config(
         "algorithm.policy_loss=megatron_dapo.algorithm.losses.gspo:GSPO", "algorithm.loss_options={lo: 1.0}"
     )
-    with pytest.raises(ConfigError, match=r"gspo:GSPO, a class made with loss_options"):
+    with pytest.raises(ConfigError, match=r"gspo:GSPO, made with loss_options"):
         objective_of(chosen.algorithm)
 
 
@@ -255,7 +255,7 @@ def test_what_is_no_policy_loss_is_refused_before_anything_starts(config, tmp_pa
         "loss_with_a_typo:Loss": "invalid syntax",
         "math:pi": "has no function or class pi",
     }.items():
-        with pytest.raises(ConfigError, match=rf"policy_loss = {name}, a class .*{fault}"):
+        with pytest.raises(ConfigError, match=rf"policy_loss = {name}, made with .*{fault}"):
             objective_of(config(f"algorithm.policy_loss={name}").algorithm)
 
 

@@ -101,6 +101,9 @@ def judge(request):
     return Judgement(accuracy=request.response == request.ground_truth, extracted=request.response, rule="own")
 """,
     "boom": "def judge(request): raise ValueError('boom')",
+    "two": "def judge(request, truth): return True",
+    "slips": "def judge(request): return request['response'] == '1'",
+    "slips_once": "def judge(request): return [None, 1][int(request.ground_truth)] + 1 > 0",
     "sometimes": "def judge(request): return 1 / int(request.ground_truth) > 0",
     "a_dict": "def judge(request): return {'score': 1.0}",
     "points": """
@@ -124,6 +127,9 @@ def judge(request): return True
         ("truths", ["1", "2"], ""),
         ("truths", ["1", "seven"], "rows:2: ground truth 'seven' is no integer"),
         ("boom", ["1", "2"], ""),  # it may want a form that a ground truth alone does not have
+        ("two", ["1", "2"], "TypeError: judge() missing 1 required"),
+        ("slips", ["1"], "TypeError: 'VerificationRequest' object is not subscriptable"),
+        ("slips_once", ["0", "1"], ""),
         ("unknown", ["1"], "NameError: name 'nobody' is not defined"),
         ("reads", ["1"], ""),
         ("threads", ["1"], ""),

@@ -184,6 +184,8 @@ def test_setup_lines_run_as_at_a_prompt_and_one_that_fails_ends_the_job(lines, c
     [
         (['run.dir="/tmp/a\\nrm -rf b"'], {}, "line break"),
         ([], {"sbatch": ("--partition=a\ntouch b",)}, "line break"),
+        ([], {"sbatch": ("--time=5",)}, "--sbatch=--time=5: would replace the script's own"),
+        ([], {"sbatch": ("--time-min=5", "-N 3")}, "--sbatch=-N 3"),
         ([], {"time": "1:00:00\ntouch b"}, "no time limit of Slurm's"),
         ([], {"time": "10", "warn_s": 600}, r"no longer than that.*\(--warn=200\)"),
         (["run.resume=true", "run.resume_step=3"], {}, "run.resume_step = 3: every start"),

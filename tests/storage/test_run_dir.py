@@ -34,7 +34,7 @@ def test_a_second_run_on_the_same_directory_is_refused_while_the_first_lives(tmp
 def test_something_else_where_the_rollout_is_saved_is_named_before_the_run(make, tmp_path):
     (tmp_path / "run").mkdir()
     make(tmp_path / "run" / "rollout")
-    with pytest.raises(RunDirError, match=r"run/rollout: is no folder, .*; move it away"):
+    with pytest.raises(RunDirError, match=r"run/rollout: is no folder; .*; move it away"):
         RunDir(tmp_path / "run", resume=True)
     (tmp_path / "run" / "rollout").unlink()
     RunDir(tmp_path / "run", resume=True).close()

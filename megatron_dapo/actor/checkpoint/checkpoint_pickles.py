@@ -89,9 +89,7 @@ def _check_value(file: Path, key: str, offset: int, length: int) -> None:
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(value)
     except Exception as error:
-        raise CheckpointError(
-            f"{file}: value {key} cannot be looked into ({error}); load an earlier checkpoint"
-        ) from None
+        raise CheckpointError(f"{file}: value {key} cannot be read ({error}); load an earlier checkpoint") from None
     if unknown:
         raise CheckpointError(f"{_refusal(file, unknown)} (value {key})")
 

@@ -205,9 +205,7 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
         )
     layers = hf.num_layers // (actor.layout.pipeline * (actor.layout.virtual_pipeline or 1))
     if isinstance(actor.recompute, int) and actor.recompute > layers:
-        raise ConfigError(
-            f"actor.recompute = {actor.recompute}: a chunk of a pipeline stage has {layers} layers; set it to full"
-        )
+        raise ConfigError(f"actor.recompute = {actor.recompute}: a stage's chunk has {layers} layers; set it to full")
     parts = actor.recompute if isinstance(actor.recompute, tuple) else ()
     other, kind = ("moe", "no experts") if hf.experts is None else ("mlp", "experts in place of each mlp")
     if other in parts:

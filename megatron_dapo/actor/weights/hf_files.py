@@ -105,9 +105,7 @@ class SafetensorsReader:
         """Raise WeightsError for a tensor that is missing, not expected, or of another shape than in `shapes`."""
         for name, shape in shapes.items():
             if name not in self._places:
-                raise WeightsError(
-                    f"{self._listing}: tensor {name} is missing; the model needs it with shape {list(shape)}"
-                )
+                raise WeightsError(f"{self._listing}: tensor {name} is missing; it must have shape {list(shape)}")
             place = self._places[name]
             if place.shape != shape:
                 found = f"{place.file.name}: tensor {name} has shape {list(place.shape)}"

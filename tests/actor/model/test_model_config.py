@@ -182,8 +182,8 @@ VIRTUAL = LayoutConfig(pipeline=2, virtual_pipeline=2)
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
-        ({}, {"recompute": 5}, "actor.recompute = 5: a chunk of a pipeline stage has 4 layers; set it to full"),
-        ({}, {"recompute": 2, "layout": VIRTUAL}, "actor.recompute = 2: a chunk of a pipeline stage has 1 layers"),
+        ({}, {"recompute": 5}, "actor.recompute = 5: a stage's chunk has 4 layers; set it to full"),
+        ({}, {"recompute": 2, "layout": VIRTUAL}, "actor.recompute = 2: a stage's chunk has 1 layers"),
         ({}, {"recompute": ["moe"]}, "moe: the model has no experts"),
         ({}, {"recompute": ["mlp", "layernorm"]}, "layernorm: only the one before experts"),
         (EXPERTS, {"recompute": ["mlp", "layernorm"]}, "mlp: the model has experts in place of each mlp"),

@@ -55,7 +55,7 @@ def call(manager: Manager, method: str, path: str, body: bytes = b"", accept: st
         return PlainTextResponse("SGLang's own answer")
 
     app = Starlette(routes=[Route("/generate", own, methods=["POST", "PUT"]), Route("/health", own)])
-    packed = PackedAnswers(app, request_type=Asked, manager=lambda: manager)
+    packed = PackedAnswers(app, asked=Asked, manager=lambda: manager)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(packed), base_url="http://server") as client:
