@@ -128,7 +128,7 @@ class ChecksumStream:
         # The one wait for a GPU: what is read above comes before it on the same stream.
         sums = {key: value for key, each in self._hashes.items() if isinstance(value := each.result(), Tensor)}
         for key, total in zip(sums, torch.stack(list(sums.values())).tolist() if sums else (), strict=True):
-            self._hashes[key] = ready(f"{_splitmix64(total & _LOW64):016x}")
+            self._hashes[key] = ready(_text(total))
         if any(each.is_cuda for each in self._copied.values()):
             torch.cuda.current_stream().synchronize()
 
@@ -268,6 +268,10 @@ def _positions(index: Tensor, *, with_seed: bool) -> tuple[Tensor, Tensor]:
     seeds = _SEEDS if with_seed else (0, 0)
     products = [index * signed(factor) + signed(seed) for seed, (factor, _) in zip(seeds, _POSITION, strict=True)]
     return torch.stack(products), torch.stack([rotate(index, bits) for _, bits in _POSITION])
+
+
+def _text(total: int) -> str:
+    return f"{_splitmix64(total & _LOW64):016x}"
 
 
 def ready(value: T) -> Future[T]:

@@ -107,5 +107,5 @@ def test_others_pass(overrides):
 
 def test_advantages_that_fail_are_named():
     name = f"{HERE}:of_rewards_alone"
-    with pytest.raises(ConfigError, match=rf"algorithm.advantage.estimator = {name}: TypeError: .*positional argument"):
+    with pytest.raises(ConfigError, match=rf"algorithm.advantage.estimator = {name}: TypeError\(.*positional argument"):
         check_own_code(config(f"algorithm.advantage.estimator={name}"))
