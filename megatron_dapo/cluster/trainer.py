@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayActorError, RayError
 
 from megatron_dapo.actor import step_data
 from megatron_dapo.actor.model.hf_config import HFModelConfig
@@ -207,7 +208,7 @@ class Trainer:
             await self._waits.wait_for(what, owner, deadline_s, first, count=count)
             if reasons := _errors(answers):
                 # The loss of one rank shows first as an error of a rank that talked to it.
-                raise self._error(what, reasons | await self._dead_ranks(DEATH_SHOWS_S))
+                raise self._error(what, reasons, await self._dead_ranks(DEATH_SHOWS_S))
             return [answer.result() for answer in answers]
         except Stalled as error:
             silent = ", ".join(str(rank) for rank, answer in enumerate(answers) if not answer.done())
@@ -222,7 +223,7 @@ class Trainer:
 
         async def ask(rank: int, place: dict[str, Any], pid: int) -> None:
             state = "its node gives no answer"
-            with suppress(TimeoutError, ray.exceptions.RayError):
+            with suppress(TimeoutError, RayError):
                 asked = look.options(num_cpus=0, **place).remote(self._run_dir, rank, pid)
                 state = await asyncio.wait_for(asked, LOOK_DEADLINE_S)
             ranks[state].append(str(rank))
@@ -239,7 +240,7 @@ class Trainer:
         while True:
             dead = await self._dead_ranks(None)
             if dead:
-                self._waits.lose(self._error("trainer", dead))
+                self._waits.lose(self._error("trainer", dead, dead))
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -252,17 +253,18 @@ class Trainer:
         finally:
             for answer in answers:
                 answer.cancel()
-        return {rank: error for rank, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
+        return {rank: error for rank, error in errors.items() if isinstance(error, RayActorError)}
 
-    def _error(self, what: str, reasons: dict[int, BaseException]) -> TrainerError:
-        causes = {rank: getattr(error, "cause", None) or error for rank, error in reasons.items()}
+    def _error(self, what: str, reasons: dict[int, BaseException], dead: dict[int, BaseException]) -> TrainerError:
+        """What a rank said before it died stands in the message."""
+        causes = {rank: getattr(error, "cause", None) or error for rank, error in (dead | reasons).items()}
         lines = [f"  rank {rank}: {in_words(cause)}" for rank, cause in causes.items()]
         kind = TrainerError
         if any(isinstance(cause, step_data.NonFiniteUpdateError) for cause in causes.values()):
             kind = Diverged
         elif any(isinstance(cause, step_data.CheckpointDamagedError) for cause in causes.values()):
             kind = CheckpointUnreadable
-        elif any(isinstance(e, ray.exceptions.RayActorError) and not e.actor_init_failed for e in reasons.values()):
+        elif any(isinstance(e, RayActorError) and not e.actor_init_failed for e in (*reasons.values(), *dead.values())):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")
 
@@ -275,6 +277,6 @@ def _errors(answers: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException
 
 def in_words(error: BaseException) -> str:
     """Of Ray's, in a line."""
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayActorError):
         return f"its process ended: {' '.join(str(error).split()).partition(' Some common causes')[0]}"
     return f"{type(error).__name__}: {error}"

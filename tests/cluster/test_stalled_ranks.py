@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -19,6 +20,7 @@ from megatron_dapo.cluster.trainer_rank import state_of
 RANK = """
 import sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch.distributed as dist
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 rank, port = int(sys.argv[1]), sys.argv[2]
@@ -96,3 +98,13 @@ def test_a_lost_ranks_reason_ends_where_ray_begins_to_guess():
     assert trainer_module.in_words(ray.exceptions.RayActorError(error_msg=text)) == (
         "its process ended: The actor died unexpectedly. pid: 7"
     )
+
+
+def test_what_a_rank_said_before_it_died_is_told():
+    """Its peers' collectives fail it a moment later; the cause would be lost."""
+    place, gone = SimpleNamespace(_run_dir=Path("run")), ray.exceptions.RayActorError(error_msg="it died")
+    said = Trainer._error(place, "trainer log_probs", {1: RuntimeError("cuDNN: not supported")}, {0: gone, 1: gone})
+    assert type(said) is trainer_module.TrainerLost  # as before: the run may start again
+    assert "rank 1: RuntimeError: cuDNN: not supported" in str(said)
+    assert "rank 0: its process ended: it died" in str(said)
+    assert type(Trainer._error(place, "trainer update", {1: RuntimeError("x")}, {})) is trainer_module.TrainerError
