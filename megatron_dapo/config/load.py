@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -228,7 +228,8 @@ def _keys(path: KeyPath) -> list[str]:
 
 
 def _text_keys() -> set[str]:
-    kinds = {key: get_args(kind) if get_origin(kind) is Union else (kind,) for key, kind in _all_keys(Config)}
+    """Of `str`, also where it is annotated or may be none."""
+    kinds = {key: (kind, *get_args(kind)) for key, kind in _all_keys(Config) if get_origin(kind) not in (dict, tuple)}
     return {key for key, each in kinds.items() if str in [getattr(one, "__origin__", one) for one in each]}
 
 

@@ -20,7 +20,6 @@ from megatron_dapo.cluster.trainer_rank import state_of
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from types import SimpleNamespace
 import torch.distributed as dist
 from megatron_dapo.cluster.trainer_rank import TrainerRank
 rank, port = int(sys.argv[1]), sys.argv[2]
