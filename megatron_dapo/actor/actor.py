@@ -84,14 +84,13 @@ class MegatronActor:
 
         self._checkpoint, self._weights, self._groups = checkpoint, hf_weights, process_groups
         torch.set_num_threads(config.threads)
-        self.hf = HFModelConfig.load(Path(model.path))
+        folder = Path(model.path)
+        self.hf = HFModelConfig.load(folder)
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "rendezvous": rendezvous}
         process_groups.initialise(config.layout, **place, device=self.device, timeout_s=timeout_s, seed=seed)
         chunks = build_model(self.hf, config, model.dtype, self.device, upcasts_head=model.upcasts_head)
-        hf_weights.load_hf_weights(chunks, self.hf, Path(self.model.path))
-        adapters = (
-            lora.Adapters(chunks, self.hf, config.lora, Path(model.path), seed=seed) if config.lora.rank else None
-        )
+        hf_weights.load_hf_weights(chunks, self.hf, folder)
+        adapters = lora.Adapters(chunks, self.hf, config.lora, folder, seed=seed) if config.lora.rank else None
         rate = learning_rate or LearningRate.of(config.optimizer, steps_per_rollout=steps_per_rollout)
         options: dict[str, Any] = {"overlap": self.device.overlap_grad_reduce, "adapters": adapters}
         self.optimizer = ActorOptimizer(chunks, config.optimizer, rate, **options)

@@ -49,7 +49,8 @@ class RankWeights:
             if beside:
                 each = max([target.info.tensor_parallel for target in request.targets], default=1)
                 own = tuple(target for target in request.targets if target.index * each == rank)
-                request, gather = replace(request, targets=own), partial(_beside, rank - rank % each, each)
+                group = slice(rank - rank % each, rank - rank % each + each)
+                request, gather = replace(request, targets=own), lambda value: gather_objects(value)[group]
                 checksums = checksums if rank == 0 else self._checksums(())
             elif dist.get_global_rank(stages, 0) > 0:
                 stream(None, self._bucket_bytes)
@@ -69,7 +70,3 @@ class RankWeights:
     def _checksums(self, kinds: Sequence[ServerInfo]) -> ChecksumStream:
         config: dict[str, Any] = json.loads((Path(self._actor.model.path) / "config.json").read_text())
         return ChecksumStream(config, hf_shapes(self._actor.hf, quantize=self._quantization is not None), kinds)
-
-
-def _beside(first: int, ranks: int, value: Any) -> list[Any]:
-    return gather_objects(value)[first : first + ranks]

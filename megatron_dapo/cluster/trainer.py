@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -80,28 +81,29 @@ class Trainer:
         """Build all ranks in their places. Returns rank 0's description.
 
         Raises:
-            TrainerError: a rank failed to build; `TrainerLost`: its process ended meanwhile.
+            TrainerError: a rank failed, or on a GPU its first forward; `TrainerLost`: its process ended meanwhile.
         """
-        deadline = self._config.run.start_deadline_s
+        config, deadline = self._config, self._config.run.start_deadline_s
         # Past every deadline for the ranks and the look at them: one that has left its collective waits for nobody any
         # more. Twice the look, as the coordinator's clock begins later.
-        timeout_s = max(deadline, self._config.run.step_deadline_s) + 2 * LOOK_DEADLINE_S
+        timeout_s = max(deadline, config.run.step_deadline_s) + 2 * LOOK_DEADLINE_S
         remote = ray.remote(TrainerRank)
-        self._ranks = [
-            remote.options(num_cpus=1, num_gpus=int(self.on_gpu), max_restarts=0, **placement.at(bundle)).remote(
-                self._run_dir, self._config.actor.threads
-            )
-            for bundle in placement.trainer
-        ]
+        fixed: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(self.on_gpu), "max_restarts": 0}
+        given = self._run_dir, config.actor.threads
+        self._ranks = [remote.options(**fixed, **placement.at(each)).remote(*given) for each in placement.trainer]
         # Which GPU of a node a process gets is Ray's choice, so it gets its number after that.
         places = await self._all_of("start", deadline, [rank.place.remote() for rank in self._ranks])
         order = by_node_and_gpu([(node, gpu) for node, gpu, *_ in places])
         self._ranks, self.gpus = [self._ranks[at] for at in order], tuple(places[at][1] for at in order)
         self._homes = [(placement.at(placement.trainer[at]), places[at][3]) for at in order]
         rendezvous = places[order[0]][2]
-        built = [rank.build.remote(self._config, at, rendezvous, timeout_s) for at, rank in enumerate(self._ranks)]
+        built = [rank.build.remote(config, at, rendezvous, timeout_s) for at, rank in enumerate(self._ranks)]
         described, *_ = await self._all_of("build", deadline, built)
         self._watch = asyncio.create_task(self._until_lost())
+        if self.on_gpu:  # a forward of the longest sequences: what is broken or does not fit fails now, not hours later
+            # Of many kinds of tokens, as experts expect.
+            ids = np.arange(config.longest_prompt + config.longest_continuation) % self._model.vocab_size
+            await self.log_probs(Responses.of([(ids[:1], ids[1:])] * config.actor.layout.data), temperature=1.0)
         return described
 
     async def log_probs(self, responses: Responses, temperature: float, *, reference: bool = False) -> LogProbs:

@@ -36,9 +36,10 @@ class PromptHistory:
             self.groups[group.prompt_index] = rollout_step, rates
 
     def passes_over(self, prompt: int, position: int) -> bool:
-        """Whether the prompt is not sent at this position; counted in `passed`."""
+        """Whether the prompt is not sent at this position; counted in `passed`. As if drawn at random."""
         share, rate = self._turns.get(prompt, (1.0, 0.0))
-        over = share < 1 and _drawn(position) >= share
+        drawn = int.from_bytes(hashlib.blake2b(str(position).encode(), digest_size=8).digest()) / 2.0**64
+        over = share < 1 and drawn >= share
         if over:
             self.passed.append(rate)
         return over
@@ -57,8 +58,3 @@ class PromptHistory:
             return 0.0
         reached = [(pool.at_least, pool.share) for pool in config.pools if rate >= pool.at_least]
         return max(reached)[1] if reached else 1.0
-
-
-def _drawn(position: int) -> float:
-    """A number of [0, 1) for each position, as if drawn at random."""
-    return int.from_bytes(hashlib.blake2b(str(position).encode(), digest_size=8).digest()) / 2.0**64

@@ -14,6 +14,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -22,6 +23,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
+from megatron_dapo.actor.device.communicators import Communicators
+from megatron_dapo.actor.step_data import MicroBatchPlan, Responses
 from megatron_dapo.cluster import engines as servers
 from megatron_dapo.cluster import trainer
 from megatron_dapo.cluster.engines import placed_engines
@@ -37,16 +40,29 @@ NODE = {"num_cpus": 8, "num_gpus": 4, "object_store_memory": STORE_BYTES}
 SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 
 
+class Actor:
+    """Remembers what it is asked for."""
+
+    def __init__(self) -> None:
+        self.communicators, self.asked = Communicators(used=False), list[tuple[int, int]]()
+
+    def log_probs(self, responses: Responses, plan: MicroBatchPlan, temperature: float) -> None:
+        self.asked.append((len(plan.micro_batches), int(responses.sequence_lengths.max())))
+
+
 class Rank(TrainerRank):
     """Says where it is instead of building a model."""
 
     def build(self, config: Config, rank: int, rendezvous: str, timeout_s: float) -> dict[str, Any]:
-        self._rank = rank
+        self._rank, self.actor = rank, Actor()  # type: ignore[assignment]
         return {"rank": rank}
 
     def where(self) -> tuple[int, str, str]:
         node, gpu, *_ = self.place()
         return self._rank, node, gpu
+
+    def asked(self) -> list[tuple[int, int]]:
+        return self.actor.asked  # type: ignore[attr-defined, no-any-return]
 
 
 class Host:
@@ -87,13 +103,15 @@ async def ranks_and_colocated_servers(folder: Path) -> dict[str, Any]:
     half = len(placement.trainer) // 2
     mixed = [random.Random(3).sample(part, half) for part in (placement.trainer[:half], placement.trainer[half:])]
     shuffled = replace(placement, trainer=(*mixed[0], *mixed[1]))
-    ranks = trainer.Trainer(config, None, folder, waits, use_gpu=True)  # type: ignore[arg-type]
+    model = SimpleNamespace(vocab_size=24, hidden_size=64)
+    ranks = trainer.Trainer(config, model, folder, waits, use_gpu=True)  # type: ignore[arg-type]
     await ranks.start(shuffled)
     places = await asyncio.gather(*(rank.where.remote() for rank in ranks._ranks))
+    asked = await asyncio.gather(*(rank.asked.remote() for rank in ranks._ranks))
     engines = placed_engines(config, folder / "logs", placement, ranks, on_gpu=True)
     for engine in engines:
         await engine.start()
-    found = {"ranks": places, "servers": [engine.url for engine in engines]}
+    found = {"ranks": places, "asked": asked, "servers": [engine.url for engine in engines]}
     for engine in engines:
         engine.kill()
     await ranks.close()

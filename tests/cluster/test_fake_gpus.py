@@ -30,6 +30,11 @@ def test_ranks_are_numbered_by_node_and_gpu_whatever_order_ray_gives_them(found)
     assert nodes[4:] == [nodes[4]] * 4
 
 
+def test_a_start_ends_with_a_forward_of_the_longest_sequence_on_every_rank(found):
+    """So that what is broken or too large on a GPU is known before the first rollout."""
+    assert found["asked"] == [[[4, 128]]] * 8
+
+
 def test_a_colocated_server_is_on_the_node_and_the_gpus_of_its_ranks(found):
     ranks = sorted(found["ranks"])
     expected = [f"http://{ranks[at][1]}/{ranks[at][2]},{ranks[at + 1][2]}" for at in range(0, 8, 2)]
