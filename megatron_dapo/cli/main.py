@@ -70,7 +70,7 @@ def report(
 
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Say whether a config is valid; print it with defaults filled in, and where every other value comes from."""
-    from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
+    from megatron_dapo.actor.model.hf_config import HFModelConfig, check_actor
     from megatron_dapo.config.load import dump_config, load_with_sources
 
     loaded, lines = load_with_sources(config, overrides or [])
@@ -80,7 +80,7 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     if loaded.evaluation.path is None:
         print("# evaluation.path is not set: the run trains without held-out evaluation")
     if (Path(loaded.model.path) / "config.json").is_file():
-        check_layout(HFModelConfig.load(Path(loaded.model.path)), loaded.actor.layout)
+        check_actor(HFModelConfig.load(Path(loaded.model.path)), loaded.actor)
     print("# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does that")
 
 

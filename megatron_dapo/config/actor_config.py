@@ -31,7 +31,7 @@ class LayoutConfig:
     pipeline: PositiveInt = 1
     """Pipeline-parallel size (PP)."""
 
-    virtual_pipeline: PositiveInt | None = None
+    virtual_pipeline: Annotated[int, Field(ge=2)] | None = None
     """Model chunks a pipeline rank holds (interleaved schedule); none: one chunk."""
 
     context: PositiveInt = 1

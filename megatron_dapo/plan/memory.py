@@ -207,7 +207,7 @@ def _away(actor: ActorConfig, phase: str) -> set[str]:
 def _log_prob_bytes(case: Scenario, tokens: int, *, backward: bool) -> float:
     hf, actor, size = case.hf, case.config.actor, case.dtype_bytes
     columns = -(-hf.vocab_size // actor.layout.tensor)
-    rows = actor.logprob_chunk_tokens
+    rows = None if actor.fused_linear_log_prob or case.config.model.upcasts_head else actor.logprob_chunk_tokens
     piece = min(PIECE_ELEMENTS if rows is None else rows * columns, tokens * columns) * 4 * _PIECES
     hidden, weight = tokens * hf.hidden_size, columns * hf.hidden_size
     trained = 0 if actor.lora.rank else weight * size

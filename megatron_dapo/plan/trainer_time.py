@@ -173,7 +173,7 @@ def _packed_alike(actor: ActorConfig) -> ActorConfig:
     """With nothing in it that `plan_for_actor` does not look at, so that `_micro_batches` knows it again."""
     layout = actor.layout
     sizes: dict[str, Any] = {"context": layout.context, "data": layout.data, "pipeline": min(layout.pipeline, 2)}
-    sizes |= {"pipeline": layout.pipeline, "virtual_pipeline": 1} if layout.virtual_pipeline else {}
+    sizes |= {"pipeline": layout.pipeline, "virtual_pipeline": 2} if layout.virtual_pipeline else {}
     return ActorConfig(layout=LayoutConfig(**sizes), micro_batch_tokens=actor.micro_batch_tokens)
 
 

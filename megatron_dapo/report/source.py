@@ -78,7 +78,7 @@ class Run:
         self.parameters: int | None = look_up(self.manifest, "trainer.parameters")
         """Parameters of the model, as the trainer counted them."""
         self.samples = self._samples(self.path / "samples.jsonl")
-        """Responses in the order of their steps; those of steps that a resumed run did again are left out."""
+        """Responses in the order of their steps; those that a resumed run made again are left out, but its first."""
         self.evaluations = read_evaluations(self.path, self.steps, self.notes)
 
     @property

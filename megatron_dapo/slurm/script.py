@@ -137,8 +137,9 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
     for text in (str(run_dir), str(file), str(cwd), *options.sbatch):
         if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
             raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
-        if re.match(r"--(?:time|signal|nodes)(?![\w-])|-[tN]", text):  # a path is absolute
-            raise ConfigError(f"--sbatch={text}: would replace the script's own; give --time, --warn or --nodes")
+        # A path is absolute.
+        if re.match(r"--(?:time|signal|nodes|ntasks(?:-per-node)?|cpus-per-task)(?![\w-])|-[tNnc]", text):
+            raise ConfigError(f"--sbatch={text}: would replace the script's own; see --time, --nodes, --cpus-per-node")
     # Of a run on one node only its GPUs, with their part of the cores; else whole nodes.
     gpus = used[0] if nodes == 1 and options.gpus_per_node else options.gpus_per_node
     cpus = max(1, options.cpus_per_node * gpus // options.gpus_per_node) if gpus else options.cpus_per_node

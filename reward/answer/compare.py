@@ -61,8 +61,8 @@ def _same_text(answer: Answer, truth: Answer) -> bool:
         return False
     given, wanted = (compact(_PATTERNS["article"].sub("", each.text)) for each in (answer, truth))
     word = _PATTERNS["word"].fullmatch(answer.text)
-    texts = (wanted, _PATTERNS["base"].sub("", wanted))
-    if given and (given in texts or (word and wanted in map(compact, filter(None, word.groups())))):
+    same = {given, _PATTERNS["modulus"].sub(r"\1", given)} & {wanted, _PATTERNS["base"].sub("", wanted)}
+    if given and (same or (word and wanted in map(compact, filter(None, word.groups())))):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
 
@@ -111,6 +111,6 @@ def by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     roots = {_PATTERNS["index"].sub("", name) for name in names}
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=roots.copy().pop()) for item in items)
-    if len(set(names)) == len(names) and all((len(name) == 1 and name.isalpha()) or "(" in name for name in names):
+    if len(set(names)) == len(names) and _PATTERNS["sortable"].fullmatch("\n".join(names)):
         return tuple(sorted(items, key=lambda item: item.name))
     return items

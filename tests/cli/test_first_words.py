@@ -86,12 +86,12 @@ def test_check_says_how_weights_will_travel(monkeypatch, capsys):
         assert "# new weights reach the servers by: {} on GPUs, {} on a CPU".format(*ways) in capsys.readouterr().out
 
 
-def test_check_looks_at_the_layout_and_says_what_it_does_not_look_at(monkeypatch, capsys):
+def test_check_looks_at_the_model_and_says_what_it_does_not_look_at(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    for layout, code in (("1", 0), ("3", 2)):
+    for key, code in {"layout.tensor=1": 0, "layout.tensor=3": 2, "recompute=100": 2, "recompute=[moe]": 2}.items():
         with pytest.raises(SystemExit) as ended:
-            typed(monkeypatch, "check", QUICKSTART, f"actor.layout.tensor={layout}")
-        assert ended.value.code == code
+            typed(monkeypatch, "check", QUICKSTART, f"actor.{key}")
+        assert ended.value.code == code, key
     said = capsys.readouterr()
     assert "# weights, tokenizer, data and code of your own were not looked at: megatron-dapo doctor does" in said.out
     assert "actor.layout.tensor = 3: must divide" in said.err

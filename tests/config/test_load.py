@@ -109,6 +109,7 @@ def test_overrides_replace_values_of_the_file(file):
         ("", ["nonsense=1"], ["nonsense", "valid: run, model"]),
         ("", ["run.rollout_steps=three"], ["run.rollout_steps", "valid integer"]),
         ("", ["run.rollout_steps=0"], ["run.rollout_steps", "greater than 0"]),
+        ("", ["actor.layout.pipeline=2", "actor.layout.virtual_pipeline=1"], ["virtual_pipeline", "equal to 2"]),
         ("", ["actor.optimizer.lr=.nan"], ["actor.optimizer.lr"]),
         (
             "",

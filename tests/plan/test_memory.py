@@ -251,6 +251,12 @@ def test_the_last_stage_holds_two_logits_and_with_sequence_parallel_megatrons_bu
     for phase in ("log-probs", "update"):
         assert last.items[phase]["logits and log-probs"] == 2 * logits + 3 * piece
         assert last.items[phase]["gathered hidden states"] == 22528 * 5120 * 2
+    for fused, same in ((True, True), (False, False)):  # which has rows of its own
+        held = [
+            trainer_memory(Scenario(changed(config, {"actor.fused_linear_log_prob": fused} | rows), HF, constants))[1]
+            for rows in ({}, {"actor.logprob_chunk_tokens": 64})
+        ]
+        assert (held[0].items["update"] == held[1].items["update"]) is same
     plain = changed(config, {"actor.layout.sequence_parallel": False})
     assert all(
         "gathered hidden states" not in rank.items["update"] for rank in trainer_memory(Scenario(plain, HF, constants))
