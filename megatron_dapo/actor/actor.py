@@ -17,19 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_dapo.actor import device
+from megatron_dapo.actor import device, step_data
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import PARTS, ReferenceWeights, parts_at_rest
 from megatron_dapo.actor.pass_timer import PassClock
-from megatron_dapo.actor.step_data import (
-    LearningRate,
-    LogProbs,
-    MicroBatchPlan,
-    MiniBatch,
-    NonFiniteUpdateError,
-    Responses,
-    UpdateMetrics,
-)
+from megatron_dapo.actor.step_data import LearningRate, LogProbs, MicroBatchPlan, MiniBatch, Responses, UpdateMetrics
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.config.actor_config import ActorConfig
 from megatron_dapo.config.run_config import ModelConfig
@@ -206,7 +198,7 @@ class MegatronActor:
         loss, tokens = sums.pop("loss"), int(sums.pop("tokens"))
         if not math.isfinite(loss):
             culprits = [f"{name} = {value}" for name, value in sums.items() if not math.isfinite(value)]
-            raise NonFiniteUpdateError(
+            raise step_data.NonFiniteUpdateError(
                 f"optimizer step {step}: the loss is {loss}; over {tokens} tokens "
                 f"{', '.join(culprits) or 'every statistic is finite, so a weight or an advantage is too large'}"
             )

@@ -65,7 +65,7 @@ class Clients:
         reward = replace(reward, workers=1, environment_workers=workers, remote_environment=remote)
         servers = rollout, fleet.timing, fleet.vocab_size, fleet.api_key
         self._arguments = *servers, reward, decoder, rules, thinking, os.getcwd()
-        self._hosts: list[Any] = []
+        self._hosts, self._starting = list[Any](), set[Any]()
         self._away: dict[str, tuple[int, Play]] = {}
         """(which process has it, play), by the id of its request."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,16 +152,19 @@ class Clients:
             self._report(f"{what}; starting another one")
             ray.kill(host)
             self._hosts[which] = self._start()
+            self._starting.add(self._hosts[which])
         return what
 
     def _stop(self, url: str, lost: bool) -> None:
         for which, host in enumerate(self._hosts if self._away else ()):
-            self._keep(self._answered(which, host, host.stop.remote(url, lost), STOP_S))
+            if host not in self._starting:  # it draws nowhere, and imports for longer than this may take
+                self._keep(self._answered(which, host, host.stop.remote(url, lost), STOP_S))
 
     async def _watch(self, which: int) -> None:
         while True:
             host = self._hosts[which]
             await self._answered(which, host, host.__ray_ready__.remote(), SILENT_S)
+            self._starting.discard(host)
             await asyncio.sleep(PING_S)
 
     async def _answered(self, which: int, host: Any, answer: Awaitable[None], deadline_s: float) -> None:

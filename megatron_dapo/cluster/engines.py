@@ -284,9 +284,7 @@ class RayServer:
             while not await asyncio.to_thread(self._placement.stands, bundle):
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
-    async def _ask(
-        self, answer: Awaitable[Any], deadline_s: float, silent: str = "its Ray actor gave no answer"
-    ) -> Any:
+    async def _ask(self, answer: Awaitable[Any], deadline_s: float, silent: str = "its Ray actor is silent") -> Any:
         """ServerStartError with the actor's own words when it fails or is lost, with `silent` when nothing comes."""
         try:
             async with asyncio.timeout(deadline_s):

@@ -4,7 +4,7 @@ Where the actor's buckets meet the fleet's transports, in the process of each ra
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -25,9 +25,7 @@ from rollout.wire.client import ServerInfo
 class RankWeights:
     """What every rank is asked for together; the answers are rank 0's."""
 
-    def __init__(
-        self, actor: MegatronActor, *, bucket_bytes: int, quantization: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, actor: MegatronActor, *, bucket_bytes: int, quantization: dict[str, Any] | None = None) -> None:
         """`quantization`: the servers' (rollout.config.QUANTIZATION); None: none."""
         self._actor, self._bucket_bytes, self._quantization = actor, bucket_bytes, quantization
         self._groups = GroupCache(Turns(dist.PrefixStore("weights", dist.distributed_c10d._get_default_store())))

@@ -121,9 +121,8 @@ class Trainer:
         """One optimizer step a mini-batch, in order, of responses that were drawn at `temperature`."""
         self.weight_changes += 1
         write_count(self._run_dir, 0, len(batches))
-        return await self._everyone(
-            "update", lambda rank: rank.actor.update(rank.counted(batches), objective, temperature)
-        )
+        given = objective, temperature
+        return await self._everyone("update", lambda rank: rank.actor.update(rank.counted(batches), *given))
 
     async def reset_reference(self, *, optimizer: bool) -> None:
         """The current weights become the reference; `optimizer`: its moments begin anew."""

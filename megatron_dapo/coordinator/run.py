@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import shlex
 import sys
 import time
@@ -211,7 +212,7 @@ def _finished(config: Config, run_dir: RunDir) -> dict[str, Any] | None:
 async def stop_on_file(file: Path, stop: "asyncio.Future[None]", console: Console) -> None:
     """Ask the run to stop when `file` appears: a batch script reaches a run in a container by no other way. One that
     came while the run read its data counts; `train` has removed an earlier one."""
-    while not file.exists():
+    while not os.path.exists(file):  # false also where a share gives no answer
         await asyncio.sleep(STOP_FILE_INTERVAL_S)
     why = f"{file} is there"
     with suppress(OSError):

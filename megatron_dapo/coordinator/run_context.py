@@ -109,7 +109,7 @@ async def start_run(run: RunBase) -> RunContext:
     pool = RewardPool(config.reward)
     stack.callback(pool.close)
     trainer, fleet, timeline, shared_gpu = await _services(run, progress, goes_on=goes_on)
-    handover = GpuHandover(config.run, fleet, trainer, run.waits, report=run.console.note)
+    handover = GpuHandover(config.run, fleet, trainer, run.waits, report=run.console.aside)
     refresh, elsewhere = await _clients(run, fleet)
     checkpoints = Checkpoints(config.run, run_dir, trainer, handover, ledger, run.waits, run.console, refresh=refresh)
     await stack.enter_async_context(checkpoints)
@@ -158,7 +158,7 @@ async def start_run(run: RunBase) -> RunContext:
 async def _clients(run: RunBase, fleet: RolloutFleet) -> tuple[Refresh, PlayAll | None]:
     """What their processes have drawn, on call, and what plays in them; None: this process does."""
     config, inputs = run.config, run.inputs
-    clients = Clients(fleet, run.console.note, config.reward, inputs.text.decoder, inputs.rules, inputs.thinking)
+    clients = Clients(fleet, run.console.aside, config.reward, inputs.text.decoder, inputs.rules, inputs.thinking)
     run.stack.push_async_callback(clients.close)
     await run.waits.wait_for("client start", "Ray", config.run.start_deadline_s, clients.start())
     return clients.refresh, clients.play if config.rollout.client_processes else None
@@ -193,7 +193,7 @@ async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple
         config.rollout,
         ours,
         vocab_size=run.inputs.text.vocab_size,
-        report=note,
+        report=run.console.aside,
         fp32_head=config.model.upcasts_head,
         routed_experts=config.actor.routing_replay,
         api_key=engines.api_key(config, run_dir.path),

@@ -82,6 +82,11 @@ class Console:
             self._file.flush()
         self._printed, self.noted = time.monotonic(), text
 
+    def aside(self, text: str) -> None:
+        """A `note` by a task that must go on: if nothing can be written, the next line of the run itself says so."""
+        with suppress(OSError, ValueError):
+            self.note(text)
+
     def working(self, works: Mapping[str, Count]) -> None:
         """How far each work is: on a terminal a bar that stays until a call without that work, in a log a line, each
         time nothing was printed for `QUIET_S`, at the start for `START_QUIET_S`."""

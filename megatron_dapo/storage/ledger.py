@@ -56,7 +56,8 @@ class Ledger:
         self._path = path
         drop_torn_line(path)  # it was never committed, so nothing rests on it
         self._lines = sum(1 for _ in whole_lines(path)) if path.exists() else 0
-        self._file = path.open("a", encoding="utf-8")
+        # Only `commit` writes: when that fails, as on a full disk, the rest stays here and goes on at the right byte.
+        self._file = path.open("a", 1 << 26, encoding="utf-8")
 
     def record(
         self, event: Event, *, rollout_step: int, weight_version: int, prompt: int | None = None, **details: Any
@@ -93,10 +94,8 @@ def read_ledger(path: Path, kinds: Collection[str] | None = None) -> list[dict[s
         except (ValueError, TypeError, KeyError) as error:
             raise LedgerError(f"{place}: not an event ({error!r}); restore the file from a copy") from None
         if written != number:
-            raise LedgerError(
-                f"{place}: was line {written} when it was written: others were lost or added since; restore the file "
-                "from a copy"
-            )
+            told = f"was line {written} when it was written: others were lost or added since"
+            raise LedgerError(f"{place}: {told}; restore the file from a copy")
         if kinds is None or kind in kinds:
             events.append(event)
     return events

@@ -19,8 +19,8 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     """
     if answer.contradicts:
         return False, Rule.HEDGE
-    if answer.rounded is not None and "." in truth.body:
-        return compare(answer.rounded, truth)
+    if answer.rounded is not None and "." in truth.body and (compare(answer.rounded, truth) or (False,))[0]:
+        return True, Rule.NUMBER
     if answer.number is not None and truth.number is not None:
         if is_equation(truth) and answer.name != truth.name:
             return None if answer.name else (False, Rule.EQUATION)
@@ -61,7 +61,7 @@ def _same_text(answer: Answer, truth: Answer) -> bool:
         return False
     given, wanted = (compact(_PATTERNS["article"].sub("", each.text)) for each in (answer, truth))
     word = _PATTERNS["word"].fullmatch(answer.text)
-    same = {given, _PATTERNS["modulus"].sub(r"\1", given)} & {wanted, _PATTERNS["base"].sub("", wanted)}
+    same = {given, _PATTERNS["residue"].sub(r"\1", given)} & {wanted, _PATTERNS["base"].sub("", wanted)}
     if given and (same or (word and wanted in map(compact, filter(None, word.groups())))):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
@@ -80,15 +80,17 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         return (False, Rule.LIST) if answer.items or answer.number is not None else None
     if answer.brackets and truth.brackets and answer.brackets != truth.brackets:
         return False, Rule.LIST
+    repeated = {item.name for item in answer.items} == {answer.items[0].name} != {""}
+    if (repeated and truth.brackets == "()") or (
+        not truth.brackets and answer.brackets and _PATTERNS["within"].match(answer.text)
+    ):
+        return False, Rule.LIST  # `x = 1, x = 2` is no point, `x \in (1, 2)` no list
     bracketed = set(truth.brackets) & set("[]") or (truth.brackets == "()" and "\\infty" in truth.text)
     if len(truth.items) == 2 and bracketed and not answer.brackets:
         return False, Rule.LIST  # `0, 1` does not say which ends of an interval belong to it
     given, asked = by_name(answer.items), by_name(truth.items)
-    letters = "".join(item.name for item in given)
-    if letters in ("bm", "kn") and not any(item.name for item in truth.items):
-        given = answer.items  # of a slope and an intercept, of n over k, as written; `y=2, x=1` is a point
-    if given and not given[0].name and "(" in asked[0].name:
-        asked = truth.items  # values alone, in the order asked
+    # Values alone stand in the order asked.
+    asked = truth.items if not given[0].name and "(" in asked[0].name else asked
     names = {item.name for item in (*given, *asked)}
     if len(names - {""}) > 1 and bool(_PATTERNS["or"].search(answer.text)) != bool(_PATTERNS["or"].search(truth.text)):
         return False, Rule.LIST
@@ -110,7 +112,8 @@ def by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     names = [item.name for item in items]
     roots = {_PATTERNS["index"].sub("", name) for name in names}
     if len(roots) == 1 and roots != {""}:
-        return tuple(replace(item, name=roots.copy().pop()) for item in items)
+        return tuple(replace(item, name=min(roots)) for item in sorted(items, key=lambda item: item.name))
     if len(set(names)) == len(names) and _PATTERNS["sortable"].fullmatch("\n".join(names)):
-        return tuple(sorted(items, key=lambda item: item.name))
+        # A slope stands before an intercept, n before k.
+        return tuple(sorted(items, key=lambda item: item.name.replace("m", "a").replace("n", "j")))
     return items

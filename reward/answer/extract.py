@@ -66,7 +66,9 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     more = response[last.end : last.end + _NEAR] if last.is_line else ""
     lines = (more and _AROUND["listed"].match(last.text + more)) or [""]
     *others, text = [*filter(str.strip, _AROUND["line_begin"].split(lines[0]))] or [last.text]
-    return Statement(text=text, rivals=(*reversed(others), *_rivals(response, last, found)))
+    rivals = _rivals(response, last, found)
+    text = _named(response, last) if not last.is_line and any("=" in rival for rival in rivals) else text
+    return Statement(text=text, rivals=(*reversed(others), *rivals))
 
 
 def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
@@ -86,6 +88,8 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         joined = len(gap) <= 60 and _PROSE["connective"].fullmatch(gap)
         if one_line or joined or (bare and boxes):
             rivals.append(found.text)
+        elif boxes and len(gap) <= 60 and _PROSE["named"].fullmatch(gap):
+            rivals.append(_named(response, found))
         elif bare and lines:
             run.append(found.text)
         else:
@@ -94,6 +98,12 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
     if len({text.strip() for text in run} | {last.text.strip()}) > 2:
         rivals += run
     return tuple(text for text in rivals if text.strip() != last.text.strip())
+
+
+def _named(response: str, found: _Found) -> str:
+    """`x = 3` of `x = \\boxed{3}`."""
+    name = _AROUND["name"].search(response, max(found.start - 20, 0), found.start)
+    return f"{name[1]} = {found.text}" if name else found.text
 
 
 def _statements(response: str, prompt: str) -> Iterator[_Found]:

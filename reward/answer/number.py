@@ -136,7 +136,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
     for word in words:
         name = unit_name(word)
         noun = gap > 0 and len(word) > 2 and any(vowel in word.lower() for vowel in "aeiouy")
-        needed = (word in _SYMBOLS) + (len(word) == 1)  # `42m`, `42Pa`, `42 N` may be products
+        needed = word in _SYMBOLS or len(word) == 1  # `42m`, `42Pa` may be products
         if word.lower() in _NOT_UNITS or (name is None and not noun) or gap < needed:
             return None
         names.append(name or "")

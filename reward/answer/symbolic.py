@@ -30,12 +30,13 @@ _ALGEBRA = _ARITHMETIC | frozenset(WORDS["macros"]["algebra"].split())
 _names_as_macros, _explicit_factors = Rewriting("names"), Rewriting("factors")
 
 
-def normalise(text: str) -> str:
-    r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text."""
+def normalise(text: str, beside: str = "") -> str:
+    r"""Plain `sqrt(2)` and `pi` as LaTeX, decimals as fractions, on one line; for a cleaned text. Degrees in radians
+    in a trigonometric function, or where the other text, `beside`, has `\pi`."""
     text = _names_as_macros(" ".join(text.split()))
     if "°" in text:
-        radians = r"(\1\\cdot\\frac{\\pi}{180})" if _PATTERNS["trigonometric"].search(text) else r"\1"
-        text = _PATTERNS["degrees"].sub(radians, text)
+        turned = _PATTERNS["trigonometric"].search(text) or "\\pi" in beside
+        text = _PATTERNS["degrees"].sub(r"(\1\\cdot\\frac{\\pi}{180})" if turned else r"\1", text)
     # `0.5` as `(\frac{05}{10})`: the library would round decimals.
     text = _explicit_factors(text)
     return _PATTERNS["decimals"].sub(lambda each: f"(\\frac{{{each[1]}{each[2]}}}{{1{'0' * len(each[2])}}})", text)
@@ -176,7 +177,7 @@ def equivalent(answer: str, truth: str) -> bool:
     if places > _DIGITS_LIMIT:
         return bool(gold[0] == target[0])
     equal = verify(gold, target, numeric_precision=places, timeout_seconds=None)
-    return equal or (len(numbers) == 2 and _equal_where_positive(numbers[0], numbers[1]))
+    return equal or (len(numbers) == 2 and _equal_where_positive(*numbers))
 
 
 def _same_relation(one: "Rel", other: "Rel", *digits: int) -> bool:

@@ -16,13 +16,13 @@ the tool's result. A turn without such a block is the answer, which the prompt's
 """
 
 import json
+import os
 import re
 import signal
-import tempfile
 import time
 from contextlib import closing
 from textwrap import dedent
-from typing import Any
+from typing import Any, BinaryIO
 
 from reward.code.sandbox import Sandbox
 from reward.code.seccomp import hide_memory
@@ -89,10 +89,15 @@ def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:
         return None if passed is False and sandbox.ended_by() == signal.SIGKILL else passed
 
 
+def _memory_file() -> BinaryIO:
+    """Not on a disk: one that is full would make right programs wrong."""
+    return open(os.memfd_create("case"), "w+b")
+
+
 def _passes_cases(source: str, cases: list[dict[str, str]], cpu_s: int) -> bool | None:
     left_s: float = WALL_FACTOR * cpu_s  # starts are not counted: they take long on a busy machine
     for case in cases:
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
+        with _memory_file() as stdin, _memory_file() as stdout:
             stdin.write(case["input"].encode("utf-8", "surrogatepass"))
             stdin.seek(0)
             with closing(Sandbox(source, mode="program", cpu_s=cpu_s, stdin=stdin, stdout=stdout)) as sandbox:
@@ -154,14 +159,14 @@ def run(episode: Episode) -> Observation | None:
     if source is None:
         return None
     with (
-        tempfile.TemporaryFile() as output,
-        closing(Sandbox(source, mode="program", cpu_s=CPU_S, stdout=output, stderr=output)) as sandbox,
+        _memory_file() as out,
+        closing(Sandbox(source, mode="program", cpu_s=CPU_S, stdout=out, stderr=out)) as sandbox,
     ):
         if not sandbox.ready(file_bytes=OUTPUT_BYTES):
             return Observation("error: this is no Python program", role="tool")
         code = sandbox.exit_code(time.monotonic() + WALL_FACTOR * CPU_S)
-        output.seek(0)
-        said = output.read().decode("utf-8", "replace").rstrip()
+        out.seek(0)
+        said = out.read().decode("utf-8", "replace").rstrip()
     if code is None or code == -signal.SIGKILL:
         said = f"{said}\nerror: stopped after {CPU_S} s".strip()
     return Observation(said or f"(no output, exit code {code})", role="tool")

@@ -1,7 +1,9 @@
 """Verifier `robust`, the default: the last stated answer, in any dress, equal to the ground truth in value."""
 
+import re
 from dataclasses import replace
 from functools import lru_cache
+from string import ascii_letters
 
 from reward.answer import symbolic
 from reward.answer.compare import as_list, by_name, compare, is_equation
@@ -59,6 +61,9 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
     extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
+    if "remainder" in prompt:
+        answer = read(_PATTERNS["modulus"].sub("", answer.text))
+    answer, truth = _as_asked(answer, truth, prompt), _as_asked(truth, answer, prompt)
     ordered = truth.items and (_PATTERNS["parts"].fullmatch(truth.text) or _PATTERNS["ordered"].search(prompt))
     if ordered and not (truth.brackets or answer.brackets):
         answer, truth = (replace(each, text=f"({each.text})", brackets="()") for each in (answer, truth))
@@ -81,22 +86,41 @@ def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer 
     if rivals and truth.items:
         items = tuple(item for each in (*rivals, answer) for item in ((not each.brackets and each.items) or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)
-    return answer if all((compare(rival, answer) or (False,))[0] for rival in rivals) else None
+    return (
+        answer
+        if all((compare(rival, answer) or (False,))[0] for rival in rivals if rival.name in ("", answer.name))
+        else None
+    )
 
 
 def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
     """The letter of a stated option where a letter was asked for, else the text of that option. The truth, where that
     has both and either is stated."""
-    wanted = labelled(truth.text)
-    if answer is None or not answer.text or (answer.number is not None and not wanted):
+    wanted, asked = labelled(truth.text), OPTION["alone"].fullmatch(truth.text)
+    if answer is None or not answer.text or (answer.number is not None and not (wanted or asked)):
         return answer
     label = labelled(answer.text)
-    if asked := OPTION["alone"].fullmatch(truth.text):
+    if asked:
         in_words = option(answer.text) if OPTION["in_words"].fullmatch(answer.text) else None
         return read(asked[1]) if asked[1] in (label and label[0], in_words) else answer
     if wanted and (answer.text.strip("()") == wanted[0] or (compare(answer, read(wanted[1])) or (False,))[0]):
         return truth
     return read(label[1]) if label and wanted is None else answer
+
+
+def _as_asked(one: Answer, other: Answer, prompt: str) -> Answer:
+    """Values under names as a tuple in the order in which the question has the names, where the other answer has values
+    alone. Not letters that are neighbours: `y=2, x=1` is `x=1, y=2` whatever the question."""
+    names = [item.name for item in one.items]
+    distinct = len({"", *names}) > len(names) and len({_PATTERNS["index"].sub("", name) for name in names}) > 1
+    if not (prompt and other.items and distinct) or any(item.name for item in other.items):
+        return one
+    if "".join(sorted(names)) in ascii_letters:
+        return one
+    at = [re.search(rf"(?<![A-Za-z\\]){re.escape(name)}(?=[xyz]?(?![A-Za-z]))", prompt) for name in names]
+    places = [found.start() if found else -1 for found in at] if all(at) else range(len(names))
+    values = [read(item.body) for _, item in sorted(zip(places, one.items, strict=True), key=lambda pair: pair[0])]
+    return replace(one, text=f"({', '.join(value.text for value in values)})", items=tuple(values), brackets="()")
 
 
 def _is_placeholder(text: str, truth: Answer, prompt: str) -> bool:
@@ -166,11 +190,11 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
     if answer_unit and not truth_unit and answer_unit[0] in symbolic.letters(truth_text):
         answer_text, answer_unit = answered, ""  # `\sqrt3\, s^2` of `s^2\sqrt3`
-    if answer.number is not None and not answer.number.percent and "=" not in truth.text:
+    if answer.number is not None and not answer.number.percent and "=" not in truth.text and "°" not in answer_text:
         answer_text = str(answer.number.value)
     if truth_unit and answer_unit and truth_unit != answer_unit:
         return None
-    wanted, given = symbolic.normalise(truth_text), symbolic.normalise(answer_text)
+    wanted, given = symbolic.normalise(truth_text, answer_text), symbolic.normalise(answer_text, truth_text)
     if not symbolic.fits(given, wanted) or not symbolic.fits(wanted, wanted):
         return None
     return symbolic.without_capitals(given, wanted), symbolic.without_capitals(wanted, wanted)

@@ -70,15 +70,13 @@ def head_in_full_rows(head: Callable[..., Tensor], processor: Any, hidden: Tenso
     return head(processor, _padded(hidden), *args, **kwargs)[: hidden.shape[0]]
 
 
-def experts_in_full_rows(
-    experts: Callable[..., Tensor], layer: Any, x: Tensor, topk_output: Any, config: Any
-) -> Tensor:
+def experts_in_full_rows(experts: Callable[..., Tensor], layer: Any, x: Tensor, topk: Any, config: Any) -> Tensor:
     """Around `moe_forward_native`: x [T, in] gets rows of zeros so that every expert has `ROWS` rows or more."""
-    count, top_k = layer.num_experts, topk_output.topk_ids.shape[1]
-    ids = torch.arange(-(-count // top_k) * top_k, dtype=topk_output.topk_ids.dtype) % count
+    count, top_k = layer.num_experts, topk.topk_ids.shape[1]
+    ids = torch.arange(-(-count // top_k) * top_k, dtype=topk.topk_ids.dtype) % count
     more = ids.view(-1, top_k).repeat(ROWS, 1)
-    weights = torch.cat([topk_output.topk_weights, torch.zeros_like(more, dtype=topk_output.topk_weights.dtype)])
-    filled = topk_output._replace(topk_ids=torch.cat([topk_output.topk_ids, more]), topk_weights=weights)
+    weights = torch.cat([topk.topk_weights, torch.zeros_like(more, dtype=topk.topk_weights.dtype)])
+    filled = topk._replace(topk_ids=torch.cat([topk.topk_ids, more]), topk_weights=weights)
     return experts(layer, pad(x, (0, 0, 0, len(more))), filled, config)[: x.shape[0]]
 
 

@@ -23,12 +23,7 @@ from torch import Tensor
 from rollout.server.server_command import read_key
 from rollout.weights.checksums import Checksums, ChecksumStream, ready
 from rollout.weights.delta import Base, DeltaTransport
-from rollout.weights.transport import (
-    Failure,
-    GroupTransport,
-    SendRequest,
-    SharedMemoryTransport,
-)
+from rollout.weights.transport import Failure, GroupTransport, SendRequest, SharedMemoryTransport
 from rollout.wire.client import ServerInfo, SglangClient
 
 Gather = Callable[[Any], Sequence[Any]] | None

@@ -1,9 +1,11 @@
 """How a run is asked to stop by a file, how often it begins again, and what is on disk before it says that it ended."""
 
 import asyncio
+import errno
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +42,20 @@ def stopped_by(file, monkeypatch, *, appears: bool) -> bool:
 
 def test_a_file_that_appears_stops_the_run(tmp_path, monkeypatch):
     assert stopped_by(tmp_path / "stop", monkeypatch, appears=True)
+
+
+def test_a_share_that_gives_no_answer_once_does_not_end_the_look(tmp_path, monkeypatch):
+    asked, real = [], os.stat
+
+    def stat(path, *args, **options):
+        if Path(path) == tmp_path / "stop" and not asked:
+            asked.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert stopped_by(tmp_path / "stop", monkeypatch, appears=True)
+    assert asked
 
 
 def test_the_time_limits_warning_is_not_called_the_users_file(tmp_path, monkeypatch):

@@ -219,6 +219,25 @@ def test_a_process_that_hangs_ends_no_server_in_a_publish(local_ray, text, talk,
     run(test)
 
 
+def test_a_process_that_starts_is_left_alone_by_a_publish(local_ray, text, talk, monkeypatch):
+    """It has no play yet, and its imports alone may take longer than an answer may."""
+    monkeypatch.setattr(clients_module, "PING_S", 0.2)
+    monkeypatch.setattr(clients_module, "STOP_S", 0.05)
+
+    async def test():
+        async with place(text, talk, processes=1, seconds=0.1) as there:
+            process = await process_of(there.clients)
+            group = asyncio.ensure_future(there.generator.group(0, 0))
+            await second_turns(there, 0)
+            process.kill()
+            await until(lambda: there.reports, 40.0)
+            there.clients._stop(there.fleet.members[0].url, lost=False)  # as a publish does while groups are drawn
+            check_tokens(await group)
+            assert len(there.reports) == 1
+
+    run(test)
+
+
 @pytest.mark.parametrize("end", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_lost_process_costs_what_was_drawn_since_the_last_look(local_ray, text, talk, monkeypatch, end):
     monkeypatch.setattr(clients_module, "PING_S", 0.2)

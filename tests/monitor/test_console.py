@@ -137,6 +137,7 @@ def test_a_full_disk_under_the_log_is_not_hidden():
 
     with pytest.raises(OSError, match="No space left"):
         Console(Full()).note("x")
+    Console(Full()).aside("a watcher's line, which must not end it")
 
 
 BATCH = Count(12, 32, "groups kept", {"tokens/s": 1240.3, "longest_running_s": 38.2, "groups_finished": 20})

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from reward.code import READS, landlock
 from reward.code.seccomp import LockError
 from reward.config import RewardConfig
 from reward.verdict import VerificationRequest, VerifierError
+from reward.verifiers import code
 from tests.reward.test_code import ADD, ROOT, right
 from tests.reward.test_pool import verify
 
@@ -149,3 +151,12 @@ def test_the_pool_lets_tests_read_what_the_setting_names(make_pool, home):
     verdicts = [verify(make_pool(timeout_s=20.0, code_reads=reads), request)[0] for reads in ((), (str(home),))]
     assert [verdict.accuracy for verdict in verdicts] == [False, True]
     assert not any(verdict.error for verdict in verdicts)
+
+
+def test_a_full_disk_makes_no_right_program_wrong(monkeypatch):
+    """What programs read and print is kept in memory: a folder that takes no file stands for the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/no-such-folder")
+    truth = json.dumps({"cases": [{"input": "2 3\n", "output": "5\n"}]})
+    response = "```python\nprint(sum(map(int, input().split())))\n```"
+    verdict = code.judge(VerificationRequest(response=response, ground_truth=truth))
+    assert (verdict.accuracy, verdict.rule) == (True, code.RULE)

@@ -1,3 +1,6 @@
+import resource
+from contextlib import suppress
+
 import pytest
 
 from megatron_dapo.storage.ledger import Event, Ledger, LedgerError, effective_events, read_ledger
@@ -22,6 +25,25 @@ def test_events_are_appended_and_read_back(tmp_path):
     assert [event["event"] for event in events] == ["dispatched", "finished", "trained"]
     assert events[1]["correct"] == 3
     assert check_ledger(events) == {0: "trained"}
+
+
+def test_a_disk_that_was_full_for_a_moment_leaves_no_hole(tmp_path):
+    """A limit of the file's size stands for the disk: it takes a part of a flush, then refuses."""
+    path = tmp_path / "ledger.jsonl"
+    ledger, limits = Ledger(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_001, limits[1]))
+    try:
+        for prompt in range(1000):
+            with suppress(OSError):
+                record(ledger, (Event.DISPATCHED, prompt))
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"ledger\.jsonl"):
+                ledger.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    record(ledger, (Event.RESUMED, None))
+    ledger.close()
+    assert [event["prompt"] for event in read_ledger(path)] == [*range(1000), None]
 
 
 def test_a_torn_last_line_is_dropped_and_a_broken_one_in_the_middle_is_named(tmp_path):

@@ -153,10 +153,7 @@ class _PlanOnly(mcore.TorchDistSaveShardedStrategy):
 def _has_room(own_bytes: int) -> bool:
     """Whether every host holds the copies of all its ranks; the same answer on every rank."""
     places = gather_objects((socket.gethostname(), own_bytes, available_bytes()))
-    return all(
-        sum(size for other, size, _ in places if other == host) <= MEMORY_SHARE * available
-        for host, _, available in places
-    )
+    return all(sum(n for at, n, _ in places if at == host) <= MEMORY_SHARE * free for host, _, free in places)
 
 
 def _named_chunks(optimizer: ActorOptimizer) -> dict[str, Any]:

@@ -93,9 +93,7 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
 
         from megatron_dapo.actor.device import adam
     found = Found(
-        index=index,
-        transformer_engine=str(get_te_version()) if HAVE_TE else None,
-        fused_adam=adam.fused_package(),
+        index=index, transformer_engine=str(get_te_version()) if HAVE_TE else None, fused_adam=adam.fused_package()
     )
     choice = choose(config, dtype, found)
     if not choice.fused_adam:

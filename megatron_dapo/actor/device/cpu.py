@@ -52,9 +52,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
     def __init__(self, stand_in: ModuleType):
         self.stand_in = stand_in
 
-    def find_spec(
-        self, name: str, path: Any, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if path is None or name.partition(".")[0] != "megatron":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

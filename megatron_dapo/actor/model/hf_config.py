@@ -199,10 +199,8 @@ def check_actor(hf: HFModelConfig, actor: ActorConfig) -> None:
             raise ConfigError(f"actor.{key} = {value}: not supported for a mixture of experts; set it to {off}")
     experts = hf.experts.count if hf.experts is not None else 0
     if actor.routing_replay and not 0 < experts <= MOST_REPLAYED:
-        raise ConfigError(
-            f"actor.routing_replay = true: the model has {experts} experts, and it needs 1 to {MOST_REPLAYED}; set it "
-            "to false"
-        )
+        told = f"the model has {experts} experts, and it needs 1 to {MOST_REPLAYED}"
+        raise ConfigError(f"actor.routing_replay = true: {told}; set it to false")
     layers = hf.num_layers // (actor.layout.pipeline * (actor.layout.virtual_pipeline or 1))
     if isinstance(actor.recompute, int) and actor.recompute > layers:
         raise ConfigError(f"actor.recompute = {actor.recompute}: a stage's chunk has {layers} layers; set it to full")
@@ -247,10 +245,8 @@ def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
         raise ConfigError(f"actor.layout.tensor = {layout.tensor}: leaves a rank none of {hf.vocab_size} tokens")
     stages = layout.pipeline * (layout.virtual_pipeline or 1)
     if hf.num_layers % stages:
-        raise ConfigError(
-            f"actor.layout.pipeline x virtual_pipeline = {stages}: must divide the model's num_hidden_layers = "
-            f"{hf.num_layers}"
-        )
+        of_model = f"the model's num_hidden_layers = {hf.num_layers}"
+        raise ConfigError(f"actor.layout.pipeline x virtual_pipeline = {stages}: must divide {of_model}")
 
 
 def _unsupported(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> Iterator[str]:

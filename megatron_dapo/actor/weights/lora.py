@@ -63,9 +63,7 @@ def adapter_shards(hf: HFModelConfig, config: LoraConfig) -> dict[str, Shards]:
 class Adapters:
     """Those of one rank's model chunks. Collective: every rank makes every call."""
 
-    def __init__(
-        self, chunks: Sequence[Any], hf: HFModelConfig, config: LoraConfig, folder: Path, *, seed: int
-    ) -> None:
+    def __init__(self, chunks: list[Any], hf: HFModelConfig, config: LoraConfig, folder: Path, *, seed: int) -> None:
         """Put them into the layers of `chunks`, whose weights are loaded from `folder`, and freeze everything else."""
         self.config, self.shards = config, adapter_shards(hf, config)
         with SafetensorsReader(folder) as reader:

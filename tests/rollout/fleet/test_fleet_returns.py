@@ -2,11 +2,15 @@
 run with FP8 weights refuses."""
 
 import asyncio
+import errno
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.monitor.console import Console
 from rollout.config import QUANTIZATION, RolloutConfig
 from rollout.errors import FleetLost, ServerStartError, ServerUnfit
 from rollout.fleet.fleet import RolloutFleet
@@ -149,5 +153,28 @@ def test_fp8_weights_need_a_server_that_takes_them_and_others_one_that_does_not(
         server.says = {"json_model_override_args": fitting}
         async with fleet_of(server, quantization=quantization) as fleet:
             assert fleet.kinds[0].quantized is (quantization == "fp8")
+
+    run(test)
+
+
+class FullForAMoment(io.StringIO):
+    """The batch log, on a disk that is full when the first line comes."""
+
+    written = 0
+
+    def write(self, text: str) -> int:
+        self.written += 1
+        if self.written == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_written_leaves_no_server_unwatched() -> None:
+    async def test() -> None:
+        server, log = StandIn(), FullForAMoment()
+        async with fleet_of(server, reports=SimpleNamespace(append=Console(log).aside)) as fleet:
+            await server.die()
+            await until(lambda: fleet.members[0].restarts == 1 and fleet.members[0].state == "ready")
+            await until(lambda: "is back with weight version" in log.getvalue())
 
     run(test)
