@@ -62,7 +62,7 @@ def test_servers_of_this_machine_get_the_gpus_after_the_trainers_or_beside_its_r
         config=config,
         run_dir=home,
         inputs=inputs,
-        console=SimpleNamespace(note=none),
+        console=SimpleNamespace(note=none, aside=none),
         waits=None,
         stack=AsyncExitStack(),
     )

@@ -135,7 +135,8 @@ def test_a_list_that_was_asked_for_may_come_in_any_order(values, order):
 
 
 def harmless(text: str) -> bool:
-    return "answer" not in text.lower() and "boxed" not in text.lower() and "fbox" not in text.lower()
+    """No statement, and nothing that hides what follows: a block of code, a thought or a comment that is never closed."""
+    return not any(mark in text.lower() for mark in ("answer", "boxed", "fbox", "```", "~~~", "<"))
 
 
 @given(before=st.text(max_size=300).filter(harmless), first=INTEGERS, last=INTEGERS)
