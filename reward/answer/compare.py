@@ -61,8 +61,8 @@ def _same_text(answer: Answer, truth: Answer) -> bool:
         return False
     given, wanted = (compact(_PATTERNS["article"].sub("", each.text)) for each in (answer, truth))
     word = _PATTERNS["word"].fullmatch(answer.text)
-    same = {given, _PATTERNS["residue"].sub(r"\1", given)} & {wanted, _PATTERNS["base"].sub("", wanted)}
-    if given and (same or (word and wanted in map(compact, filter(None, word.groups())))):
+    texts = (wanted, _PATTERNS["base"].sub("", wanted))
+    if given and (given in texts or (word and wanted in map(compact, filter(None, word.groups())))):
         return True
     return bool(answer.name) and compact(answer.body) == wanted
 
@@ -114,6 +114,6 @@ def by_name(items: tuple[Answer, ...]) -> tuple[Answer, ...]:
     if len(roots) == 1 and roots != {""}:
         return tuple(replace(item, name=min(roots)) for item in sorted(items, key=lambda item: item.name))
     if len(set(names)) == len(names) and _PATTERNS["sortable"].fullmatch("\n".join(names)):
-        # A slope stands before an intercept, n before k.
-        return tuple(sorted(items, key=lambda item: item.name.replace("m", "a").replace("n", "j")))
+        backwards = "".join(sorted(names)) in ("bm", "kn")  # a slope stands before an intercept, n before k
+        return tuple(sorted(items, key=lambda item: item.name, reverse=backwards))
     return items

@@ -37,6 +37,9 @@ class Statement:
     rivals: tuple[str, ...] = ()
     """Statements offered beside this one (`\\\\boxed{3} or \\\\boxed{4}`). A statement replaced later is no rival."""
 
+    parts: tuple[str, ...] = ()
+    """Boxes under names or numbers before this one (`x = 3` beside `y = 4`): a list, if one is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -66,19 +69,18 @@ def last_statement(response: str, prompt: str = "", form: str = "") -> Statement
     more = response[last.end : last.end + _NEAR] if last.is_line else ""
     lines = (more and _AROUND["listed"].match(last.text + more)) or [""]
     *others, text = [*filter(str.strip, _AROUND["line_begin"].split(lines[0]))] or [last.text]
-    rivals = _rivals(response, last, found)
-    text = _named(response, last) if not last.is_line and any("=" in rival for rival in rivals) else text
-    return Statement(text=text, rivals=(*reversed(others), *rivals))
+    rivals, parts = _rivals(response, last, found)
+    text = _named(response, last) if parts else text
+    return Statement(text=text, rivals=(*reversed(others), *rivals), parts=parts)
 
 
-def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str, ...]:
-    """Texts offered on a par with the last statement.
+def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Texts offered on a par with the last statement; boxes with names of their own.
 
     On a par are statements joined by "or" and its like, boxes with nothing but punctuation between them, markers in
     one line, and `Answer:` lines that follow each other three times or more: that is a list, not a correction.
     """
-    rivals: list[str] = []
-    run: list[str] = []
+    rivals, run, parts = list[str](), list[str](), list[str]()
     following = last
     for found in islice(earlier, _RIVALS):
         gap = _AROUND["typesetting"].sub(" ", response[found.end : following.start])
@@ -89,7 +91,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         if one_line or joined or (bare and boxes):
             rivals.append(found.text)
         elif boxes and len(gap) <= 60 and _PROSE["named"].fullmatch(gap):
-            rivals.append(_named(response, found))
+            parts.append(_named(response, found))
         elif bare and lines:
             run.append(found.text)
         else:
@@ -97,7 +99,7 @@ def _rivals(response: str, last: _Found, earlier: Iterator[_Found]) -> tuple[str
         following = found
     if len({text.strip() for text in run} | {last.text.strip()}) > 2:
         rivals += run
-    return tuple(text for text in rivals if text.strip() != last.text.strip())
+    return tuple(text for text in rivals if text.strip() != last.text.strip()), tuple(parts)
 
 
 def _named(response: str, found: _Found) -> str:

@@ -136,7 +136,7 @@ def _read_suffix(text: str) -> tuple[str, bool] | None:
     for word in words:
         name = unit_name(word)
         noun = gap > 0 and len(word) > 2 and any(vowel in word.lower() for vowel in "aeiouy")
-        needed = word in _SYMBOLS or len(word) == 1  # `42m`, `42Pa` may be products
+        needed = 2 if word in _SYMBOLS and "^" in text else word in _SYMBOLS or len(word) == 1  # `42m` may be a product
         if word.lower() in _NOT_UNITS or (name is None and not noun) or gap < needed:
             return None
         names.append(name or "")

@@ -61,8 +61,8 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
     extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
-    if "remainder" in prompt:
-        answer = read(_PATTERNS["modulus"].sub("", answer.text))
+    if "remainder" in prompt and (residue := _PATTERNS["residue"].fullmatch(answer.text)) and residue[2] in prompt:
+        answer = read(residue[1])
     answer, truth = _as_asked(answer, truth, prompt), _as_asked(truth, answer, prompt)
     ordered = truth.items and (_PATTERNS["parts"].fullmatch(truth.text) or _PATTERNS["ordered"].search(prompt))
     if ordered and not (truth.brackets or answer.brackets):
@@ -82,15 +82,12 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
 
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
     """The answer, joined with its rivals to a list if a list was asked for; None if the rivals make it a hedge."""
-    rivals = [read_raw(rival, sentences=True) for rival in reversed(statement.rivals)]
+    texts = statement.rivals + (statement.parts if truth.items else ())
+    rivals = [read_raw(rival, sentences=True) for rival in reversed(texts)]
     if rivals and truth.items:
         items = tuple(item for each in (*rivals, answer) for item in ((not each.brackets and each.items) or (each,)))
         return Answer(text=", ".join(item.text for item in items), body="", items=items)
-    return (
-        answer
-        if all((compare(rival, answer) or (False,))[0] for rival in rivals if rival.name in ("", answer.name))
-        else None
-    )
+    return answer if all((compare(rival, answer) or (False,))[0] for rival in rivals) else None
 
 
 def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
@@ -109,17 +106,18 @@ def _without_label(answer: Answer | None, truth: Answer) -> Answer | None:
 
 
 def _as_asked(one: Answer, other: Answer, prompt: str) -> Answer:
-    """Values under names as a tuple in the order in which the question has the names, where the other answer has values
-    alone. Not letters that are neighbours: `y=2, x=1` is `x=1, y=2` whatever the question."""
+    """Values under names as a tuple in the order in which the question lists the names, else as written, where the
+    other answer has values alone. Neighbours of the alphabet stay: `y=2, x=1` is `x=1, y=2` whatever the question."""
     names = [item.name for item in one.items]
     distinct = len({"", *names}) > len(names) and len({_PATTERNS["index"].sub("", name) for name in names}) > 1
     if not (prompt and other.items and distinct) or any(item.name for item in other.items):
         return one
     if "".join(sorted(names)) in ascii_letters:
         return one
-    at = [re.search(rf"(?<![A-Za-z\\]){re.escape(name)}(?=[xyz]?(?![A-Za-z]))", prompt) for name in names]
-    places = [found.start() if found else -1 for found in at] if all(at) else range(len(names))
-    values = [read(item.body) for _, item in sorted(zip(places, one.items, strict=True), key=lambda pair: pair[0])]
+    name, gap = f"({'|'.join(map(re.escape, names))})", r"[\s,$&\\(){}]{0,6}(?:and)?[\s,$&\\(){}]{1,6}"
+    listed = re.findall(r"(?<![A-Za-z\\'])" + name + (gap + name) * (len(names) - 1) + "(?![A-Za-z])", prompt)
+    order = next((each for each in reversed(listed) if len(set(each)) == len(names)), tuple(names))
+    values = [read(item.body) for item in sorted(one.items, key=lambda item: order.index(item.name))]
     return replace(one, text=f"({', '.join(value.text for value in values)})", items=tuple(values), brackets="()")
 
 

@@ -135,7 +135,7 @@ def test_a_list_that_was_asked_for_may_come_in_any_order(values, order):
 
 
 def harmless(text: str) -> bool:
-    """No statement, and nothing that hides what follows: a block of code, a thought or a comment that is never closed."""
+    """No statement, and nothing that hides what follows: a block, a thought or a comment that is never closed."""
     return not any(mark in text.lower() for mark in ("answer", "boxed", "fbox", "```", "~~~", "<"))
 
 
