@@ -17,12 +17,12 @@ class PromptHistory:
         self._config, self.groups = config, dict(groups)
         self._turns: dict[int, tuple[float, float]] = {}
         """Prompt that is not sent at every turn in this step -> its share of turns, and its pass rate."""
-        self.passed: list[float] = []
-        """Pass rates of the prompts that were passed over in this step, in order."""
+        self.passed: dict[int, float] = {}
+        """Position that was passed over in this step -> the pass rate of its prompt."""
 
     def begin_step(self, rollout_step: int) -> None:
         """Decide what holds in this step."""
-        self.passed, self._turns = [], {}
+        self.passed, self._turns = {}, {}
         for prompt, (step, rates) in self.groups.items():
             rate = sum(rates) / len(rates)
             if len(rates) == self._config.retire_groups and (share := self._share(rate, rollout_step - step)) < 1:
@@ -41,7 +41,7 @@ class PromptHistory:
         drawn = int.from_bytes(hashlib.blake2b(str(position).encode(), digest_size=8).digest()) / 2.0**64
         over = share < 1 and drawn >= share
         if over:
-            self.passed.append(rate)
+            self.passed[position] = rate
         return over
 
     def most_passed(self, prompts: int) -> float:

@@ -199,6 +199,7 @@ class DynamicSampler:
                 self._next = self._flight[0].position if self._flight else self._next
                 self._flight.clear()
                 self._skipped = {position for position in self._skipped if position < self._next}
+                self._history.passed = {at: rate for at, rate in self._history.passed.items() if at < self._next}
             elif ahead == 0 and self._holding is None:
                 await asyncio.gather(*(sent.group for sent in self._flight))
             elif hold and self._holding and not all(sent.finished for sent in self._flight):
@@ -220,7 +221,7 @@ class DynamicSampler:
             expired_tokens=expired_tokens,
             discarded=discarded,
             discarded_tokens=discarded_tokens,
-            passed_over=tuple(self._history.passed),
+            passed_over=tuple(self._history.passed.values()),
             generated=tuple(sorted(generated, key=lambda group: group.position)),
             predicted_groups=predicted,
             resumed_tokens=sum(self._drawn_before.pop(group.position, 0) for group in generated),

@@ -58,6 +58,16 @@ def test_a_prompt_that_is_solved_is_retired(make, years, comes_back, carrying):
     assert sum(len(batch.passed_over) for batch in batches) > 0
 
 
+def test_a_turn_that_is_passed_over_counts_once_although_a_surplus_behind_it_is_given_up(make):
+    """Those behind the surplus are passed over again in the next step."""
+    servers = Epochs()
+    sampler, _ = make(servers, prompt_at=servers.prompt_at, retire_at=0.9, surplus=3.0, max_staleness=0)
+    batches = steps(sampler, 12)
+    assert sum(batch.discarded for batch in batches) > 0
+    decided = {group.position for batch in batches for group in (*batch.kept, *batch.filtered)}
+    assert sum(len(batch.passed_over) for batch in batches) == sampler.snapshot(12).cursor - len(decided) > 0
+
+
 def test_retirement_looks_at_the_last_groups_and_survives_a_resume(make):
     def of(sampler, batches):
         return [([each.position for each in batch.kept], len(batch.passed_over)) for batch in batches]
