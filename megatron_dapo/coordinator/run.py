@@ -90,7 +90,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         StopRequested: it was; what had been trained is in a checkpoint.
     """
     timer = StepTimer()
-    async with AsyncExitStack() as stack:
+    async with _Closing(console) as stack:
         run_dir = RunDir(config.run.dir, resume=config.run.resume)
         stack.callback(run_dir.close)
         stack.callback(console.close)
@@ -118,6 +118,23 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
         console.note(f"ask the trained model:\n  {ask_command(run_dir.path / 'model', first.text)}")
     console.note(f"pictures: megatron-dapo report {run_dir.path}")
     return summary
+
+
+class _Closing(AsyncExitStack):
+    """What fails while a run is closed that ends with an error is reported, and does not take the error's place."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    async def __aexit__(self, *about: Any) -> bool | None:
+        try:
+            return await super().__aexit__(*about)
+        except Exception as error:
+            if about[1] is None or error is about[1]:
+                raise
+            self._console.aside(f"while the run was closed: {type(error).__name__}: {error}")
+            return False
 
 
 def tune_collector() -> None:

@@ -97,8 +97,10 @@ async def start_run(run: RunBase) -> RunContext:
     ledger = Ledger(run_dir.ledger)
     stack.callback(ledger.close)
     if config.run.resume:
-        if progress.rollout_step or (run_dir.path / "manifest.json").exists():  # a batch script's first start has none
-            run.console.note(f"resuming after rollout step {progress.rollout_step}")
+        told = f"resuming after rollout step {progress.rollout_step}"
+        if not progress.rollout_step and not (run_dir.path / "manifest.json").exists():  # a batch script's first start
+            told = "nothing to resume: a new run begins"
+        run.console.note(told)
         at = {"rollout_step": progress.rollout_step, "weight_version": progress.weight_version}
         continued = [group.position for group in (*state.unfinished, *(group for group, _ in state.drawn))]
         ledger.record(Event.RESUMED, **at, continued=continued, changed=changes)

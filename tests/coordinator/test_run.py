@@ -235,3 +235,24 @@ def test_a_first_start_without_room_ends_at_once(monkeypatch):
     config = load_config(ROOT / "examples" / "quickstart" / "dapo.yaml")
     with pytest.raises(PlacementError):
         asyncio.run(run.run_with_restarts(config, None, SimpleNamespace(note=print), None))
+
+
+def test_what_fails_while_a_run_is_closed_does_not_hide_why_it_ended():
+    """A lost rank is what a run begins again after."""
+    said = []
+
+    async def ends(error, fault):
+        async with run._Closing(SimpleNamespace(aside=said.append)) as stack:
+
+            def close():
+                raise fault
+
+            stack.callback(close)
+            if error:
+                raise error
+
+    with pytest.raises(TrainerLost):
+        asyncio.run(ends(TrainerLost("rank 0: its process ended"), OSError("disk full")))
+    assert said == ["while the run was closed: OSError: disk full"]
+    with pytest.raises(OSError, match="disk full"):
+        asyncio.run(ends(None, OSError("disk full")))
