@@ -1,5 +1,6 @@
 """New weights: from the Megatron ranks to every server, checked by checksum (docs/architecture.md, law 6)."""
 
+import asyncio
 import shutil
 import time
 from collections.abc import Sequence
@@ -44,11 +45,12 @@ async def publish_weights(context: RunContext, version: int) -> dict[str, float 
         await handover.to_servers()
     for url, reason in report.by_disk.items():
         context.console.note(f"weight version {version}: sending to {url} failed; it reads from disk ({reason})")
-    # A restarted server reads the newest version again, so only the older ones may go.
+    # Older ones may go; not the last while a server may still read it, nor what is being written for one that failed.
+    kept = [f".v{version}.", *([f".v{version - 1}."] if len(report.servers) < len(fleet.members) else [])]
     for older in folder.parent.glob("*"):
-        if f".{folder.name}." not in f".{older.name}.":  # nor what of it is being written, for a server that failed
+        if not any(name in f".{older.name}." for name in kept):
             # NFS keeps a file that a server still has open; what is left goes with the next version.
-            shutil.rmtree(older, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, older, ignore_errors=True)
     seconds = max(time.monotonic() - started, 1e-9)
     return {
         "weight_sync/gb_per_s": report.bytes / 1e9 / seconds,

@@ -318,9 +318,11 @@ class Supervisor:
         member.late = False
         if not still_starting:
             member.restarts += 1
+            weights = await self.publisher.to_start_with(member)
             while not self._may_start.is_set():
                 await self._may_start.wait()
-            start = asyncio.ensure_future(member.engine.restart(await self.publisher.to_start_with(member)))
+                weights = await self.publisher.to_start_with(member)
+            start = asyncio.ensure_future(member.engine.restart(weights))
             self._starts.add(start)
             start.add_done_callback(self._starts.discard)
             await start

@@ -261,7 +261,7 @@ class Turns:
         self.told.append("room for weights" if weights_only else "the servers'")
 
 
-@pytest.mark.parametrize(("mode", "lost"), [("colocated", 0), ("colocated", 1), ("sync", 1)])
+@pytest.mark.parametrize(("mode", "lost"), [("colocated", 0), ("colocated", 1), ("sync", 0), ("sync", 1)])
 def test_what_a_publish_does_in_whose_turn(tmp_path: Path, mode: str, lost: int) -> None:
     """Colocated, a server that comes back later finds its weights on disk, written in the trainer's turn."""
 
@@ -284,6 +284,8 @@ def test_what_a_publish_does_in_whose_turn(tmp_path: Path, mode: str, lost: int)
 
         context.handover = turns
         context.run_dir = SimpleNamespace(path=tmp_path, check_there=lambda: None)
+        for name in ("v1", "v2", ".v2.tmp", "v3"):
+            (tmp_path / "weights" / name).mkdir(parents=True)
         context.fleet = SimpleNamespace(kinds=(GPU,), members=members, publish_stream=publish_stream)
         context.config.run.step_deadline_s, context.waits = 5.0, SimpleNamespace(wait_for=wait_for)
         await publish_weights(context, 3)
@@ -292,3 +294,7 @@ def test_what_a_publish_does_in_whose_turn(tmp_path: Path, mode: str, lost: int)
     asyncio.run(test())
     written = ["write"] if lost and turns.shared else []
     assert turns.told == ["the trainer's", "room for weights", "send", *written, "the servers'"]
+    left = {folder.name for folder in (tmp_path / "weights").iterdir()}
+    assert left == ({"v2", ".v2.tmp", "v3"} if lost else {"v3"}), (
+        "a server that is starting may still read those before"
+    )
