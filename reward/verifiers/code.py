@@ -20,7 +20,8 @@ import os
 import re
 import signal
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from textwrap import dedent
 from typing import Any, BinaryIO
 
@@ -45,6 +46,16 @@ _LANGUAGES = frozenset({"py", "python", "python3"})
 _SLACK_BYTES = 1 << 16
 
 
+@contextmanager
+def _sandboxed() -> Iterator[None]:
+    """Where no process, file or memory is left for a sandbox, nothing is known of the code."""
+    try:
+        yield
+    except OSError as error:
+        raise VerifierError(f"verifier code: the sandbox does not start ({error!r})") from None
+
+
+@_sandboxed()
 def judge(request: VerificationRequest) -> Judgement:
     """Right if the code passes every test, or gives the expected output for every input.
 
@@ -149,6 +160,7 @@ OUTPUT_BYTES = 1 << 16
 """What the program may print; one that prints more is ended there."""
 
 
+@_sandboxed()
 def run(episode: Episode) -> Observation | None:
     """The output of the newest turn's program, a traceback at its end if it failed.
 

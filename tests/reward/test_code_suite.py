@@ -1,5 +1,6 @@
 """The tests of verifier `code`: what they may ask of the tested code's objects, and what they may do themselves."""
 
+import errno
 import fcntl
 import os
 import resource
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reward.code import READS
+from reward.verdict import VerifierError
 from tests.reward.test_code import ADD, right
 
 FORGED = """
@@ -232,3 +234,18 @@ def test_the_tests_have_no_descriptor_of_the_worker_even_above_the_limit():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.close(high)
+
+
+@pytest.mark.parametrize("call", ["subprocess.Popen", "os.fork", "os.memfd_create"])
+def test_where_no_process_can_be_started_nothing_is_wrong(call, monkeypatch):
+    """The run stops, and does not learn that right code is wrong."""
+
+    def full(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(call, full)
+    truth = (
+        {"cases": [{"input": "", "output": "5"}]} if call == "os.memfd_create" else {"tests": "assert add(2, 3) == 5"}
+    )
+    with pytest.raises(VerifierError, match=r"does not start .*temporarily unavailable"):
+        right(ADD, **truth)
