@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
@@ -37,10 +38,16 @@ def run_config(run: Path, overrides: Sequence[str] = ()) -> Config:
     with suppress(OSError, ValueError, KeyError, TypeError):  # of a run of before, or damaged: paths begin here
         began = Path(json.loads((run / "manifest.json").read_text(encoding="utf-8"))["folder"])
     config = load_config(stored)
+    if began == Path.cwd():
+        return load_config(stored, overrides)
+
+    def there(path: str | None) -> str | None:
+        return str(began / path) if path and (began / path).exists() else path
+
     paths = {"model": config.model.path, "data": config.data.path, "evaluation": config.evaluation.path}
-    moved = {name: began / path for name, path in paths.items() if path and (began / path).exists()}
-    words = [f"{name}.path={json.dumps(str(path))}" for name, path in moved.items() if began != Path.cwd()]
-    return load_config(stored, [*words, *overrides])
+    mixture = [asdict(source) | {"path": there(source.path)} for source in config.data.mixture]
+    moved = {f"{name}.path": there(path) for name, path in paths.items()} | {"data.mixture": mixture}
+    return load_config(stored, [*(f"{key}={json.dumps(value)}" for key, value in moved.items()), *overrides])
 
 
 LONGEST_CONTEXT, LONGEST_PROMPT = 32768, 2048

@@ -5,12 +5,13 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_dapo.actor.weights.hf_files import WeightsError
 from megatron_dapo.cli.ask import ask, by_server
-from megatron_dapo.cli.command_line import model_config
+from megatron_dapo.cli.command_line import model_config, run_config
 from megatron_dapo.config import ConfigError, dump_config
 from megatron_dapo.data.prompts import render
 from megatron_dapo.data.tokenizer import load_text_tools
@@ -75,6 +76,26 @@ def test_a_model_alone_gets_what_its_files_say_and_one_of_a_run_that_runs_config
     (tmp_path / "model" / "chat_template.jinja").unlink()
     (tmp_path / "config.yaml").unlink()
     assert model_config(tmp_path / "model").data.template == "plain"
+
+
+def test_paths_of_a_run_are_those_of_the_folder_that_it_began_in(tmp_path, monkeypatch):
+    began = tmp_path / "began"
+    shutil.copytree(BASE, began / "base")
+    for name in ("a", "b"):
+        (began / f"{name}.jsonl").write_text(json.dumps({"prompt": PROBLEM, "answer": "2"}) + "\n")
+    keys = ["data.mixture=[{path: a.jsonl}, {path: b.jsonl, weight: 2}]", "evaluation.path=a.jsonl"]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "manifest.json").write_text(json.dumps({"folder": str(began)}))
+    monkeypatch.chdir(began)
+    (run / "config.yaml").write_text(dump_config(model_config(Path("base"), ["data.path=null", *keys])))
+    there = run_config(run)
+    assert [source.path for source in there.data.mixture] == ["a.jsonl", "b.jsonl"]
+    monkeypatch.chdir(tmp_path)
+    moved = run_config(run)
+    assert [source.path for source in moved.data.mixture] == [str(began / "a.jsonl"), str(began / "b.jsonl")]
+    assert [source.weight for source in moved.data.mixture] == [1.0, 2.0]
+    assert (moved.model.path, moved.evaluation.path) == (str(began / "base"), str(began / "a.jsonl"))
 
 
 def test_a_run_is_asked_by_its_model_and_whose_settings_hold_is_said(tmp_path, capsys):
