@@ -17,7 +17,7 @@ from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import Fraction
 from megatron_dapo.config.load import read_yaml
-from megatron_dapo.plan.rank_state import DTYPE_BYTES, STATE_BYTES, model_parameters, trained_parameters
+from megatron_dapo.plan.rank_state import DTYPE_BYTES, MASTER_BYTES, STATE_BYTES, model_parameters, trained_parameters
 from megatron_dapo.plan.rollout import Workload
 
 _MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
@@ -171,7 +171,8 @@ class Scenario:
     def checkpoint_bytes(self) -> float:
         """Of a checkpoint: the trained weights, and the optimizer's state."""
         actor = self.config.actor
-        return trained_parameters(self.hf, actor.lora) * (self.dtype_bytes + sum(STATE_BYTES[actor.optimizer.compact]))
+        weight_bytes = MASTER_BYTES if actor.lora.rank else self.dtype_bytes
+        return trained_parameters(self.hf, actor.lora) * (weight_bytes + sum(STATE_BYTES[actor.optimizer.compact]))
 
     @property
     def head_parameters(self) -> int:

@@ -228,6 +228,9 @@ def test_compact_state_takes_less_on_the_device_and_in_checkpoints(compact, each
     assert usual.checkpoint_bytes - less.checkpoint_bytes == pytest.approx(
         trained_parameters(HF, LoraConfig()) * (12 - each)
     )
+    lora = Scenario(changed(config, {"actor.lora.rank": 8}), HF, constants)
+    adapters = trained_parameters(HF, lora.config.actor.lora)
+    assert lora.checkpoint_bytes == adapters * (4 + 12), "adapters are float32, and so is their copy in the optimizer"
     written = [host_memory(case, 5000.0)[CHECKPOINT_STATE] for case in (less, usual)]
     assert written[0] / written[1] == pytest.approx(each / 12)
 
