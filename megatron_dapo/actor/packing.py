@@ -124,9 +124,8 @@ def pack_micro_batch(
     ranks stay in step, and its loss is a sum over nothing.
     """
     chosen = responses.select(indices)
-    lengths, prompts, drawn = (
-        each.astype(np.int64) for each in (chosen.sequence_lengths, chosen.prompt_lengths, chosen.response_lengths)
-    )
+    columns = chosen.sequence_lengths, chosen.prompt_lengths, chosen.response_lengths
+    lengths, prompts, drawn = (each.astype(np.int64) for each in columns)
     if not len(lengths):
         lengths, prompts, drawn = np.ones(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64)
     occupied = round_up(lengths, sequence_multiple(layout))

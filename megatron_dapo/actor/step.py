@@ -76,9 +76,8 @@ class ForwardBackward:
         size = min(columns, vocabulary - start)
         self.shard = log_prob.VocabularyShard(start=start, size=size, group=self.tensor_group)
         # One rank of those that end up with the same numbers speaks for them.
-        self.speaks = (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True) and self.tensor_rank == self.context_rank == 0
-        )
+        last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.speaks = last_stage and self.tensor_rank == self.context_rank == 0
 
     def tell(self, clock: PassClock | None) -> None:
         """Let Megatron's schedules tell `clock` when each pass begins and ends; None: nobody."""

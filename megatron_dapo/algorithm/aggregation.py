@@ -77,10 +77,8 @@ def token_weights(
         if micro_batch_index is None:
             raise ValueError("verl_legacy: weighs the means of micro-batches, so it needs micro_batch_index")
         position = torch.unique(micro_batch_index, return_inverse=True)[1]
-        tokens, responses = (
-            lengths.new_zeros(lengths.shape).index_add(0, position, each)[position]
-            for each in (lengths, carries.double())
-        )
+        none = torch.zeros_like(lengths)
+        tokens, responses = (none.index_add(0, position, each)[position] for each in (lengths, carries.double()))
         divisor = carries.sum() * tokens / responses
     return torch.where(carries, 1.0 / divisor, 0.0).repeat_interleave(response_lengths).to(dtype)
 
@@ -101,7 +99,6 @@ def kl_scale(
         weights: `token_weights` of the same responses and mask; 0 where no loss is carried, which gives 0 here.
     """
     own: Aggregation = "sequence_mean" if aggregation == "response_mean" else "sequence_sum_constant"
-    of_kl = token_weights(
-        response_lengths, torch.zeros_like(response_lengths), own, mask=mask, constant_length=1, dtype=torch.float64
-    )
+    apart = torch.zeros_like(response_lengths)
+    of_kl = token_weights(response_lengths, apart, own, mask=mask, constant_length=1, dtype=torch.float64)
     return torch.where(weights != 0, of_kl / weights.double(), 0.0).to(weights.dtype)

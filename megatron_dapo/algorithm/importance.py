@@ -88,11 +88,8 @@ def mismatch(old_log_probs: Float[Tensor, " N"], rollout_log_probs: Float[Tensor
     difference = old_log_probs - rollout_log_probs
     if difference.numel() == 0:
         return Mismatch(kl=0.0, max_abs=0.0, mean_abs=0.0)
-    return Mismatch(
-        kl=kl_estimate(rollout_log_probs, old_log_probs, "k3").mean().item(),
-        max_abs=difference.abs().max().item(),
-        mean_abs=difference.abs().mean().item(),
-    )
+    kl, gap = kl_estimate(rollout_log_probs, old_log_probs, "k3").mean().item(), difference.abs()
+    return Mismatch(kl=kl, max_abs=gap.max().item(), mean_abs=gap.mean().item())
 
 
 def _share(flags: Tensor) -> float:

@@ -305,11 +305,8 @@ def check_mismatch(old: LogProbs, arrays: StepArrays, weight_version: int, limit
     """
     trainer, engine = torch.tensor(old.log_probs), torch.tensor(arrays.rollout_log_probs)
     current = torch.from_numpy(arrays.weight_versions == weight_version)
-    gap = Gap(
-        current=mismatch(trainer[current], engine[current]),
-        stale=mismatch(trainer[~current], engine[~current]),
-        stale_share=float((~current).double().mean()),
-    )
+    of_current, of_older = (mismatch(trainer[which], engine[which]) for which in (current, ~current))
+    gap = Gap(current=of_current, stale=of_older, stale_share=float((~current).double().mean()))
     judged, of = (gap.current, "") if gap.stale_share < 1 else (gap.stale, " of tokens that older weights wrote")
     mean_abs = judged.mean_abs
     if not mean_abs <= limits.mismatch_stop:  # also when it is not a number

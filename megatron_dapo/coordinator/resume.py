@@ -58,20 +58,16 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
     for key in (*KEPT, *(MEASURED if trained else ())):
         old, new = attrgetter(key)(before), attrgetter(key)(config)
         if old != new and snapshot_of(str(old)) != snapshot_of(str(new)):
-            raise RunDirError(
-                f"{key} = {new}: the run in {run_dir.path} was begun with {old}, which a resume must keep",
-                f"{key}={old if isinstance(old, str) else json.dumps(old)}",
-            )
+            why = f"the run in {run_dir.path} was begun with {old}, which a resume must keep"
+            raise RunDirError(f"{key} = {new}: {why}", f"{key}={old if isinstance(old, str) else json.dumps(old)}")
     latest, chosen = run_dir.latest_checkpoint(), config.run.resume_step
     reached = (latest.step if chosen is None else chosen) + 1 if latest else 0
     begun = [[stage for stage in each.rollout.stages if stage.from_step <= reached] for each in (before, config)]
     if begun[0] != begun[1]:
         kept = begun[0] + [stage for stage in config.rollout.stages if stage.from_step > reached]
         stages = json.dumps(TypeAdapter(list[StageConfig]).dump_python(kept, exclude_none=True))
-        raise RunDirError(
-            f"rollout.stages: {run_dir.path} had others up to step {reached}; a resume may change later ones",
-            f"rollout.stages={stages}",
-        )
+        why = f"{run_dir.path} had others up to step {reached}; a resume may change later ones"
+        raise RunDirError(f"rollout.stages: {why}", f"rollout.stages={stages}")
     anew = "run.resume=false", f"run.dir={run_dir.path}.new"
     order = "their order would differ, and prompts be trained twice or never"
     read = [("train", inputs.prompts, "data.path, data.mixture: the prompts", order)]

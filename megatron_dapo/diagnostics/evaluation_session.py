@@ -243,11 +243,8 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             if weights is None and (now := await weight_labels(fleet)) != described:
                 aside = (out / RESPONSES).rename(out / f"{RESPONSES}.mixed")
                 raise EvaluationError(f"the servers held {described} and now {now}: {aside} mixes them and is useless")
-            about = {
-                "weights": described | ({"folder": str(weights)} if weights else {}),
-                "rollout_step": rollout_step,
-                "problems_from": config.evaluation.path,
-            }
+            read = described | ({"folder": str(weights)} if weights else {})
+            about = {"weights": read, "rollout_step": rollout_step, "problems_from": config.evaluation.path}
             return write_results(out, evaluator.prompts, answers, about)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, CompletedProcess, Popen, TimeoutExpired
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import TypeAdapter
@@ -74,9 +74,8 @@ def cause(answer: Answer) -> str:
 def run(command: Sequence[str], deadline_s: float = ASK_DEADLINE_S) -> Answer:
     """Returns at the deadline also where a hung driver keeps the command from being killed."""
     try:
-        process = Popen(
-            command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, text=True, errors="replace", start_new_session=True
-        )
+        streams: dict[str, Any] = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
+        process = Popen(command, text=True, errors="replace", start_new_session=True, **streams)
     except OSError as error:
         return Answer(command, 127, "", f"{command[0]}: {error.strerror}")
     try:

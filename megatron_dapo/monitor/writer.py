@@ -71,6 +71,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         import wandb
 
         self._wandb, self._samples, self._report = wandb, config.samples, report
+        quiet = wandb.Settings(silent=True, disable_git=True, disable_code=True, finish_timeout=60, console="off")
         file = run_dir / ID_FILE
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12] + "\n")
@@ -84,9 +85,7 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
                 mode=config.mode,
                 dir=str(run_dir),
                 config=dict(settings),
-                settings=wandb.Settings(
-                    silent=True, disable_git=True, disable_code=True, finish_timeout=60, console="off"
-                ),
+                settings=quiet,
             )
         except wandb.errors.Error as error:
             raise ConfigError(f"monitor.wandb: {error}; set monitor.wandb.mode=offline to go on without it") from None

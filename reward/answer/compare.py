@@ -81,9 +81,8 @@ def _compare_lists(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
     if answer.brackets and truth.brackets and answer.brackets != truth.brackets:
         return False, Rule.LIST
     repeated = {item.name for item in answer.items} == {answer.items[0].name} != {""}
-    if (repeated and truth.brackets == "()") or (
-        not truth.brackets and answer.brackets and _PATTERNS["within"].match(answer.text)
-    ):
+    within = answer.brackets and _PATTERNS["within"].match(answer.text)
+    if (repeated and truth.brackets == "()") or (within and not truth.brackets):
         return False, Rule.LIST  # `x = 1, x = 2` is no point, `x \in (1, 2)` no list
     bracketed = set(truth.brackets) & set("[]") or (truth.brackets == "()" and "\\infty" in truth.text)
     if len(truth.items) == 2 and bracketed and not answer.brackets:

@@ -171,9 +171,8 @@ def _last_marker(lower: str, end: int) -> int:
     """Where the last `answer` with a colon begins before `end`, -1 if nowhere."""
     at = lower.rfind("answer", 0, end)
     while at >= 0:
-        if _AROUND["marker_tail"].match(lower, at + 6, end) and not _PROSE["denied_marker"].search(
-            lower[max(at - 24, 0) : at]
-        ):
+        before = lower[max(at - 24, 0) : at]
+        if _AROUND["marker_tail"].match(lower, at + 6, end) and not _PROSE["denied_marker"].search(before):
             return at
         at = lower.rfind("answer", 0, at)
     return at

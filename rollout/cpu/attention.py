@@ -153,7 +153,6 @@ def _attend_group(q: Tensor, key: Tensor, value: Tensor, group: Group, layer: Ra
     padded = q.new_zeros(size * queries, *q.shape[1:])
     padded[group.places] = q
     padded = padded.view(size, queries, heads, -1).transpose(1, 2)
-    result = scaled_dot_product_attention(
-        padded, key, value, attn_mask=group.bias, scale=layer.scaling, enable_gqa=heads != key_heads
-    )
+    grouped = heads != key_heads
+    result = scaled_dot_product_attention(padded, key, value, group.bias, scale=layer.scaling, enable_gqa=grouped)
     return result.transpose(1, 2).reshape(size * queries, heads * width)[group.places]

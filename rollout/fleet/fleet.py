@@ -58,18 +58,15 @@ class RolloutFleet:
                 are ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
-        control_s, key = timing.control_deadline_s, self.api_key
-        connect = partial(
-            SglangClient, request_deadline_s=config.request_deadline_s, control_deadline_s=control_s, api_key=key
-        )
+        request_s, control_s = config.request_deadline_s, timing.control_deadline_s
+        client = partial(SglangClient, request_deadline_s=request_s, control_deadline_s=control_s)
+        connect = partial(client, api_key=self.api_key)
         self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
         self._requests = RequestLoop(config, timing, balancer, self.vocab_size, self._served)
-        trainers = self.fp32_head, self.routed_experts
-        supervisor = self._supervisor = Supervisor(
-            config, timing, self.members, balancer, publisher, self.report, deadline_s, *trainers, self.statistics
-        )
+        others = self.report, deadline_s, self.fp32_head, self.routed_experts, self.statistics
+        supervisor = self._supervisor = Supervisor(config, timing, self.members, balancer, publisher, *others)
         try:
             await supervisor.start_all()
         except Exception:

@@ -60,9 +60,8 @@ class PackedAnswers:
             return PlainTextResponse(f"not a request of /generate: {error}", status_code=400)
         manager = self._manager()
         # As in SGLang's own route for streams: if the client goes away before the end, its request is aborted.
-        return StreamingResponse(
-            _frames(manager, asked, request), media_type=MEDIA_TYPE, background=manager.create_abort_task(asked)
-        )
+        abort = manager.create_abort_task(asked)
+        return StreamingResponse(_frames(manager, asked, request), media_type=MEDIA_TYPE, background=abort)
 
 
 async def _frames(manager: Any, asked: Any, request: Request) -> AsyncIterator[bytes]:

@@ -164,10 +164,8 @@ def _named_chunks(optimizer: ActorOptimizer) -> dict[str, Any]:
 
 def _sharded_state(optimizer: ActorOptimizer, *, loading: bool) -> dict[str, Any]:
     """Model and optimizer as Megatron's shards that fit any layout."""
-    metadata = {
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"singleton_local_shards": False, "dp_cp_group": group}
     adapters, state = optimizer.adapters, {}
     for name, chunk in _named_chunks(optimizer).items():
         shards = adapters.sharded_state(chunk) if adapters else chunk.sharded_state_dict(metadata=metadata)

@@ -92,9 +92,8 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
         from megatron.core.utils import get_te_version
 
         from megatron_dapo.actor.device import adam
-    found = Found(
-        index=index, transformer_engine=str(get_te_version()) if HAVE_TE else None, fused_adam=adam.fused_package()
-    )
+    engine = str(get_te_version()) if HAVE_TE else None
+    found = Found(index=index, transformer_engine=engine, fused_adam=adam.fused_package())
     choice = choose(config, dtype, found)
     if not choice.fused_adam:
         adam.put_in_place()

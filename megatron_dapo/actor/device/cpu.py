@@ -124,9 +124,8 @@ def _stand_in_for_torch() -> ModuleType:
         },
     )
     distributed = _Stand(torch.distributed, _collectives())
-    return _Stand(
-        torch, {"cuda": cuda, "distributed": distributed, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES}}
-    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    return _Stand(torch, {"cuda": cuda, "distributed": distributed, **factories})
 
 
 KEPT_SENDS = 16

@@ -178,10 +178,8 @@ def adapter_files(lora: LoraConfig, tensors: dict[str, Tensor], base: str) -> di
     """The adapter in PEFT's format, by file. `base`: the model's folder."""
     config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     config |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.modules)}
-    return {
-        "adapter/adapter_config.json": json.dumps(config, indent=2).encode(),
-        "adapter/adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
-    }
+    told, saved = json.dumps(config, indent=2).encode(), save(tensors, metadata={"format": "pt"})
+    return {"adapter/adapter_config.json": told, "adapter/adapter_model.safetensors": saved}
 
 
 def _adapter_names(name: str, tensor: str) -> tuple[str, str]:
