@@ -57,13 +57,9 @@ class GpuHandover:
         freed = {now.rank: now.free - then.free for then, now in zip(before, after, strict=True)}
         # Servers are on the GPUs of neighbouring ranks, all on as many. One that was down had nothing to leave.
         claimed = {now.rank: claims[now.rank * len(claims) // len(after)] or 0.0 for now in after}
-        short = [
-            f"{now.line()}, {claimed[now.rank]:.1f} claimed"
-            for now in after
-            if freed[now.rank] < LEAST_GIVEN * claimed[now.rank] * GIB
-        ]
-        if short:
-            raise MemoryNotFree("\n  ".join(["less memory became free than rollout servers say they left:", *short]))
+        if short := [now for now in after if freed[now.rank] < LEAST_GIVEN * claimed[now.rank] * GIB]:
+            held = [f"{now.line()}, {claimed[now.rank]:.1f} claimed" for now in short]
+            raise MemoryNotFree("\n  ".join(["less memory became free than rollout servers say they left:", *held]))
         if after and not self._freed:
             least = min(freed[rank] for rank in freed if claimed[rank] == max(claimed.values())) / GIB
             self._report(f"colocated: servers leave {least:.1f} GiB of each GPU to the trainer, {after[0].line()}")
@@ -80,15 +76,11 @@ class GpuHandover:
             return
         await self._trainer.suspend_communicators()
         before = await self._trainer.device_memory()
-        short = [
-            f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back"
-            for now in before
-            if now.free < self._freed[now.rank]
-        ]
-        if short:
+        if short := [now for now in before if now.free < self._freed[now.rank]]:
+            held = [f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back" for now in short]
             raise MemoryNotFree(
                 "rollout servers cannot take back what they left to the trainer; set actor.offload.between_phases to "
-                "all, or lower rollout.memory_fraction:\n  " + "\n  ".join(short)
+                "all, or lower rollout.memory_fraction:\n  " + "\n  ".join(held)
             )
         resume = self._fleet.resume_memory(weights_only=weights_only)
         await self._waits.wait_for("memory for the servers", "rollout servers", self._deadline_s, resume)
