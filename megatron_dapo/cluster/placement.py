@@ -136,15 +136,12 @@ def by_node_and_gpu(places: Sequence[tuple[str, str]]) -> list[int]:
 
 def cluster_nodes() -> list[Bundle]:
     """The living nodes of the cluster that this process has joined."""
-    return [
-        Bundle(
-            what=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})",
-            cpus=int(node["Resources"].get("CPU", 0)),
-            gpus=int(node["Resources"].get("GPU", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
+            found.append(Bundle(what=f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", cpus=cpus, gpus=gpus))
+    return found
 
 
 def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Bundle]) -> str:
