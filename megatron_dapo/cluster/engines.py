@@ -74,10 +74,8 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
             f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; there are {len(gpus)} for them "
             "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
         )
-    return [
-        LocalServer(config.rollout, _spec(config, logs, at, on_gpu=bool(gpus), gpus=_share(gpus, at, each)))
-        for at in range(servers)
-    ]
+    specs = [_spec(config, logs, at, on_gpu=bool(gpus), gpus=_share(gpus, at, each)) for at in range(servers)]
+    return [LocalServer(config.rollout, spec) for spec in specs]
 
 
 def servers_ready(fleet: RolloutFleet) -> Count:
