@@ -130,11 +130,8 @@ def consensus(votes: Sequence[Hashable | None], correct: Sequence[bool]) -> floa
         correct: its verdict.
     """
     right = "right", None
-    counts = Counter(
-        right if is_right else ("wrong", vote)
-        for vote, is_right in zip(votes, correct, strict=True)
-        if vote is not None or is_right
-    )
+    voting = [(vote, is_right) for vote, is_right in zip(votes, correct, strict=True) if vote is not None or is_right]
+    counts = Counter(right if is_right else ("wrong", vote) for vote, is_right in voting)
     if not counts:
         return 0.0
     most = max(counts.values())
