@@ -128,12 +128,8 @@ class Responder:
         Raises:
             Unjudged: a verdict is missing for a reason that lies elsewhere.
         """
-        requests = [
-            VerificationRequest(
-                response=self._text(play.done), ground_truth=prompt.answer, prompt=prompt.text, verifier=prompt.verifier
-            )
-            for play in plays
-        ]
+        about = {"ground_truth": prompt.answer, "prompt": prompt.text, "verifier": prompt.verifier}
+        requests = [VerificationRequest(response=self._text(play.done), **about) for play in plays]
         asked = [request for request, play in zip(requests, plays, strict=True) if play.verdict is None]
         judged = iter(await self.pool.verify(asked) if asked else ())
         verdicts = [play.verdict or next(judged) for play in plays]
