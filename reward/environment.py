@@ -69,8 +69,7 @@ class Episode:
         """The conversation as a chat list of {role, content}."""
         said = [{"role": "user", "content": self.prompt}]
         for turn in self.turns:
-            said.append({"role": "assistant", "content": turn.response})
-            said.append({"role": turn.role, "content": turn.observation})
+            said += [{"role": "assistant", "content": turn.response}, {"role": turn.role, "content": turn.observation}]
         return said[:-1]
 
 
