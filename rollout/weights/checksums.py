@@ -213,14 +213,10 @@ def verify_draft(before: Checksums | None, reported: Checksums, where: str) -> C
     Raises:
         WeightMismatch: a publish changed the draft model.
     """
-    draft = {
-        rank: {
-            name: value
-            for name, value in names.items()
-            if name.startswith(DRAFT) and value != names.get(name.removeprefix(DRAFT))
-        }
-        for rank, names in reported.items()
-    }
+    draft: Checksums = {}
+    for rank, names in reported.items():
+        drafted = ((name, value) for name, value in names.items() if name.startswith(DRAFT))
+        draft[rank] = {name: value for name, value in drafted if value != names.get(name.removeprefix(DRAFT))}
     if before is not None:
         verify(before, draft, f"{where}: its draft model")
     return draft
