@@ -133,8 +133,7 @@ class SharedMemoryTransport:
             label: the servers' new name of their weights, sent with the last bucket.
         """
         payloads = [_payload(handle, bucket) for handle in source]
-        body: dict[str, Any] = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket"}
-        body["disable_draft_model"] = True
+        body = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "disable_draft_model": True}
         calls = {url: client.update_weights("tensor", body, label, self._deadline_s) for url, client in clients.items()}
         return await failures_of(calls)
 
