@@ -112,14 +112,12 @@ def effective_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if event["event"] != Event.RESUMED:
             standing.append(event)
             continue
-        step = event["rollout_step"]
-        saved = (
-            at
-            for at, earlier in enumerate(standing, start=1)
-            if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step
-        )
+        step, saved = event["rollout_step"], 0
+        for at, earlier in enumerate(standing, start=1):
+            if earlier["event"] == Event.CHECKPOINT and earlier["rollout_step"] == step:
+                saved = at
         # A run that stops in the middle of a step saves what stood before it, after events of that step.
-        standing = [earlier for earlier in standing[: max(saved, default=0)] if earlier["rollout_step"] <= step]
+        standing = [earlier for earlier in standing[:saved] if earlier["rollout_step"] <= step]
         last = {earlier["prompt"]: at for at, earlier in enumerate(standing) if earlier["prompt"] is not None}
         kinds = {prompt: standing[at]["event"] for prompt, at in last.items()}
         goes_on = event.get("continued", ())
