@@ -143,30 +143,29 @@ def write_samples(
     lines = []
     for group, response in (*first, *disputed[:count]):
         prompt, judge = prompts[group.prompt_index], "environment" if response.by_environment else "verifier"
-        lines.append(
-            {
-                "rollout_step": rollout_step,
-                "prompt": group.position,
-                "row": group.prompt_index,
-                "place": prompt.place,
-                "source": prompt.source,
-                "prompt_text": prompt.text,
-                "answer": prompt.answer,
-                "verifier": prompt.verifier,
-                **({"environment": prompt.environment, "judged_by": judge} if prompt.environment else {}),
-                "response": response.text,
-                **({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {}),
-                "accuracy": response.accuracy,
-                "extracted": response.verdict.extracted,
-                "rule": response.verdict.rule,
-                "error": response.verdict.error,
-                "other_accuracy": response.other_accuracy,
-                "reward_shaped": response.reward_shaped,
-                **({"rewards": response.verdict.rewards} if response.verdict.rewards else {}),
-                "finish_reason": response.generation.finish_reason,
-                **({"interrupted": True} if response.interrupted else {}),
-            }
-        )
+        line = {
+            "rollout_step": rollout_step,
+            "prompt": group.position,
+            "row": group.prompt_index,
+            "place": prompt.place,
+            "source": prompt.source,
+            "prompt_text": prompt.text,
+            "answer": prompt.answer,
+            "verifier": prompt.verifier,
+            **({"environment": prompt.environment, "judged_by": judge} if prompt.environment else {}),
+            "response": response.text,
+            **({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {}),
+            "accuracy": response.accuracy,
+            "extracted": response.verdict.extracted,
+            "rule": response.verdict.rule,
+            "error": response.verdict.error,
+            "other_accuracy": response.other_accuracy,
+            "reward_shaped": response.reward_shaped,
+            **({"rewards": response.verdict.rewards} if response.verdict.rewards else {}),
+            "finish_reason": response.generation.finish_reason,
+            **({"interrupted": True} if response.interrupted else {}),
+        }
+        lines.append(line)
     append_lines(path, map(json.dumps, lines))
     return lines
 
