@@ -52,12 +52,10 @@ class LayerRouting:
     ) -> tuple[Tensor, Tensor]:
         """Called by Megatron's router. scores [t, E], logits or probabilities -> those of the chosen experts, and
         these, [t, k] each."""
-        experts = self._experts
-        values, chosen = (
-            own(scores, topk, num_groups, group_topk) if experts is None else (scores.gather(1, experts), experts)
-        )
+        experts, asked = self._experts, (scores, topk, num_groups, group_topk)
+        values, chosen = own(*asked) if experts is None else (scores.gather(1, experts), experts)
         if self._counts is not None:
-            wanted = chosen if experts is None else own(scores, topk, num_groups, group_topk)[1]
+            wanted = chosen if experts is None else own(*asked)[1]
             self._count(scores, chosen, wanted, *self._counts)
         return values, chosen
 
