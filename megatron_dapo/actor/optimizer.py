@@ -213,12 +213,11 @@ class ActorOptimizer:
         for group in common["optimizer"]["param_groups"]:
             for name in [name for name, value in group.items() if isinstance(value, type)]:
                 del group[name]  # which optimizers a HybridDeviceOptimizer is made of: code is not stored
-        return common | {
-            "param_state": {
-                number: {name: dict(enumerate(_pieces(place_of[parameter], name, begin, own[name]))) for name in NAMES}
-                for number, (parameter, begin, own) in enumerate(own_ranges)
-            }
+        parts = {
+            number: {name: dict(enumerate(_pieces(place_of[parameter], name, begin, own[name]))) for name in NAMES}
+            for number, (parameter, begin, own) in enumerate(own_ranges)
         }
+        return common | {"param_state": parts}
 
     def load_state(self, state: dict[str, Any], optimizer_steps: int) -> None:
         """Take over what was filled, saved after `optimizer_steps` steps.
