@@ -150,10 +150,8 @@ class ForwardBackward:
             lengths = responses.sequence_lengths
             least = max(row_length(lengths[indices], self.layout, self.row_multiple) for indices in own)
         place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple, "least": least}
-        return [
-            self._input(pack_micro_batch(responses, indices, self.layout, **place), columns, expert_counts)
-            for indices in own
-        ]
+        packed = (pack_micro_batch(responses, indices, self.layout, **place) for indices in own)
+        return [self._input(each, columns, expert_counts) for each in packed]
 
     def _input(
         self, packed: PackedMicroBatch, columns: Mapping[str, np.ndarray], expert_counts: Tensor | None
