@@ -82,12 +82,11 @@ class CheckpointDamaged(RunDirError):
     def __init__(self, reason: str, intact: int | None) -> None:
         """`intact`: rollout steps of the newest intact checkpoint before it; None: there is none."""
         self.intact = intact
-        remedy = (
-            "no checkpoint before it is intact; begin anew in another run.dir"
-            if intact is None
-            else f"run.resume_step={intact} continues from the newest intact one before it"
-        )
-        super().__init__(f"{reason}\n{remedy}", *([] if intact is None else [f"run.resume_step={intact}"]))
+        remedy, overrides = "no checkpoint before it is intact; begin anew in another run.dir", list[str]()
+        if intact is not None:
+            overrides = [f"run.resume_step={intact}"]
+            remedy = f"{overrides[0]} continues from the newest intact one before it"
+        super().__init__(f"{reason}\n{remedy}", *overrides)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
