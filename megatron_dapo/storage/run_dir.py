@@ -278,12 +278,9 @@ def newest_step(path: Path) -> int:
 
 
 def _checkpoints(path: Path) -> list[Checkpoint]:
-    found = [
-        Checkpoint(step=int(folder.name.removeprefix("step_")), folder=folder)
-        for folder in (path / "checkpoints").glob("step_*")
-        if folder.is_dir() and folder.name.removeprefix("step_").isdigit()
-    ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    named = ((folder.name.removeprefix("step_"), folder) for folder in (path / "checkpoints").glob("step_*"))
+    found = sorted((int(step), folder) for step, folder in named if step.isdigit() and folder.is_dir())
+    return [Checkpoint(step=step, folder=folder) for step, folder in found]
 
 
 def _unused(path: Path) -> Path:
