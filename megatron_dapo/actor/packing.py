@@ -100,8 +100,7 @@ def plan_for_actor(sequence_lengths: Int[np.ndarray, " R"], config: ActorConfig,
     while True:
         # The last resort prefers the fullest bin with room, which fits more.
         for weights in [costs, -lengths] if layout.pipeline == 1 else [lengths, costs, -lengths]:
-            assignment = _fill(lengths, weights, budget, bins)
-            if assignment is not None:
+            if (assignment := _fill(lengths, weights, budget, bins)) is not None:
                 return _deal(assignment, costs, bins, layout.data)
         bins += step
 

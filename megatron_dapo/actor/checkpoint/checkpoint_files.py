@@ -105,8 +105,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
         raise _damaged(f"{file} is damaged: {error!r}") from error
     if algorithm != ALGORITHM:
         raise _damaged(f"{file}: its checksums are {algorithm!r}, of another version; take the one that wrote it")
-    missing = sorted(name for name in files if not (folder / name).is_file())
-    if missing:
+    if missing := sorted(name for name in files if not (folder / name).is_file()):
         raise _damaged(f"{folder / missing[0]} is missing: the checkpoint is not whole")
     return files
 
@@ -130,8 +129,7 @@ def check_whole(
     with ThreadPoolExecutor(READERS) as readers:
         own = dict(zip(names[share], readers.map(lambda name: digest_of(folder / name), names[share]), strict=True))
     found = {name: digest for part in gather(own) for name, digest in part.items()}
-    damaged = [name for name in names if found[name] != wanted[name]]
-    if damaged:
+    if damaged := [name for name in names if found[name] != wanted[name]]:
         raise _damaged(f"{folder / damaged[0]} is damaged: its checksum is not that of {MANIFEST_FILE}")
 
 

@@ -34,8 +34,7 @@ def install() -> None:
     """
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
-    early = [name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")]
-    if early:
+    if early := [name for name in sys.modules if name == "megatron.core" or name.startswith("megatron.core.")]:
         raise RuntimeError(f"{early[0]} was imported before actor.device.prepare; call prepare first in this process")
     loaded = [name for name in sys.modules if name.partition(".")[0] in CUDA_PACKAGES]
     # Python's own way to say that a module cannot be found.

@@ -110,8 +110,7 @@ class SafetensorsReader:
             if place.shape != shape:
                 found = f"{place.file.name}: tensor {name} has shape {list(place.shape)}"
                 raise WeightsError(f"{found}, the model needs {list(shape)}")
-        extra = sorted(self._places.keys() - shapes.keys() - ignored)
-        if extra:
+        if extra := sorted(self._places.keys() - shapes.keys() - ignored):
             file = self._places[extra[0]].file.name
             raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 

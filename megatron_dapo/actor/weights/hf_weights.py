@@ -302,8 +302,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> It
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
         for name, parameter in model.named_parameters():
-            in_layer = LAYER_NAME.fullmatch(name)
-            if in_layer:
+            if in_layer := LAYER_NAME.fullmatch(name):
                 prefix, index, rest = in_layer.groups()
                 layer = model.decoder.layers[int(index)].layer_number - 1
                 if in_expert := _EXPERT_NAME.fullmatch(rest):
