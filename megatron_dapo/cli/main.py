@@ -102,8 +102,7 @@ def main(commands: Callable[[], object] = app) -> None:
     try:
         commands()
     except Exception as error:
-        code = exit_code_of(error)
-        if code is None:
+        if (code := exit_code_of(error)) is None:
             raise
         print(named(error), file=sys.stderr)
         sys.exit(code)

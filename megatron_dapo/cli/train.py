@@ -61,8 +61,7 @@ def train_command(path: Path, overrides: Sequence[str]) -> ExitCode:
         console.error(f"interrupted; what was not saved is lost; continue with: {again}")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        code = exit_code_of(error)
-        if code is None:
+        if (code := exit_code_of(error)) is None:
             raise
         if code is ExitCode.CONTINUE:
             script = " (a batch job: by its script)" if "SLURM_JOB_ID" in os.environ else ""

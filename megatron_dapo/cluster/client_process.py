@@ -149,8 +149,7 @@ class ClientProcess:
 
     async def drop(self, key: str) -> None:
         """Ends a play that nobody waits for."""
-        away = self._away.pop(key, None)
-        if away is not None:
+        if (away := self._away.pop(key, None)) is not None:
             away.task.cancel()
             await asyncio.wait([away.task])
             if away.asked is not None:

@@ -239,8 +239,7 @@ class Trainer:
         A rank answers between two calls; one that is at work lets the question wait.
         """
         while True:
-            dead = await self._dead_ranks(None)
-            if dead:
+            if dead := await self._dead_ranks(None):
                 self._waits.lose(self._error("trainer", dead, dead))
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)

@@ -154,8 +154,7 @@ def remarks(config: Config, prompts: PromptSet, heldout: PromptSet) -> Iterator[
 
 def read_heldout(config: Config, text: TextTools) -> PromptSet:
     """The held-out problems alone, as `read_problems` reads them; the training files need not be there."""
-    held = heldout_files(config.data, config.evaluation)
-    if not held:
+    if not (held := heldout_files(config.data, config.evaluation)):
         raise ConfigError("evaluation.path is not set: name a file of problems to answer (eval: --data FILE)")
     data = replace(config.data, max_prompt_tokens=config.longest_prompt)
     heldout = read_prompts(held, data, VerifierChoice(config.reward, held), text)

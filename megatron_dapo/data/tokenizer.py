@@ -80,8 +80,7 @@ def load_text_tools(folder: str | Path, stop_token_ids: Sequence[int] | None = N
     stops = _stop_ids(folder, tokenizer, stop_token_ids)
     if not stops:
         raise TokenizerError(f"model.path = {folder}: no file names an end token; model.stop_token_ids can name it")
-    beyond = [stop for stop in stops if not 0 <= stop < vocab_size]
-    if beyond:
+    if beyond := [stop for stop in stops if not 0 <= stop < vocab_size]:
         raise TokenizerError(f"model.path = {folder}: end token {beyond[0]} is outside the vocabulary of {vocab_size}")
     return TextTools(tokenizer=tokenizer, stop_token_ids=stops, vocab_size=vocab_size)
 
@@ -108,8 +107,7 @@ def _stop_ids(folder: Path, tokenizer: Any, told: Sequence[int] | None) -> tuple
     own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     model, generation = (_eos_ids(folder / name) for name in ("config.json", "generation_config.json"))
     if told:
-        missing = sorted({*model, *generation} - set(told))
-        if missing:
+        if missing := sorted({*model, *generation} - set(told)):
             raise TokenizerError(f"model.stop_token_ids = {list(told)}: SGLang ends a response also at {missing}")
         return tuple(dict.fromkeys(told))
     # The tokenizer's end token must be one of generation_config.json's, which may have more (the end of a turn and the
