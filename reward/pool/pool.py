@@ -169,8 +169,7 @@ class RewardPool:
         fast = queue is self._fast
         process = await self._start(0) if fast else None
         while True:
-            works = await self._take(queue)
-            if works:
+            if works := await self._take(queue):
                 process = process or await self._start(_SLOW_NICENESS)
                 if not await self._do(process, works, slow=not fast):
                     await self._end(process)

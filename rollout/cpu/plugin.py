@@ -142,8 +142,7 @@ def create_backend(model_runner: Any) -> Any:
     Raises:
         RuntimeError: a hook that this mode needs is not in place; SGLang itself only logs that.
     """
-    missing = [name for name in HOOKS[cpu_mode()] if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]
-    if missing:
+    if missing := [name for name in HOOKS[cpu_mode()] if not hasattr(pkgutil.resolve_name(name), "__wrapped__")]:
         raise RuntimeError(f"SGLang did not apply hooks of rollout.cpu.plugin: {missing}; see the log for the reason")
     from rollout.cpu.attention import backend_for
 

@@ -106,8 +106,7 @@ class Published:
         """Where they are on disk; written now if need be. None: as `WeightStream.to_disk`."""
         if isinstance(self.weights, OnDisk):
             return self.weights.folder
-        on_disk = await self._once("folder", self.weights.to_disk)
-        if on_disk is None:
+        if (on_disk := await self._once("folder", self.weights.to_disk)) is None:
             return None
         self.known_checksums = {**on_disk.checksums, **self.known_checksums}
         return on_disk.folder
@@ -122,8 +121,7 @@ class Published:
         """Computed from the folder, once, for a kind of server that the trainer did not know in time."""
         if info in self.known_checksums:
             return self.known_checksums[info]
-        folder = await self.folder()
-        if folder is None:
+        if (folder := await self.folder()) is None:
             raise ServerUnavailable(f"weight version {self.weight_version} is gone: the trainer has newer ones")
         return await self._once(info, partial(asyncio.to_thread, expected_checksums, folder, info))
 

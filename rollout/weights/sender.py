@@ -87,8 +87,7 @@ class Turns:
             if self._store.check([publish]):
                 known = json.loads(self._store.get(publish))
                 return {url: Failure(**failure) for url, failure in known.items()}
-            failures = await send()
-            if failures:
+            if failures := await send():
                 self._store.set(publish, json.dumps({url: asdict(failure) for url, failure in failures.items()}))
             return failures
         finally:
