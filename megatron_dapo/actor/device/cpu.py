@@ -104,27 +104,23 @@ def _stand_in_for_torch() -> ModuleType:
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
     }
-    cuda = _Stand(
-        torch.cuda,
-        {
-            **generator,
-            "random": _Stand(torch.cuda.random, generator),
-            "is_available": lambda: False,
-            "current_device": lambda: CPU,
-            "device_count": lambda: 1,
-            "set_device": _nothing,
-            "synchronize": _nothing,
-            "empty_cache": _nothing,
-            "current_stream": _NoStream,
-            "default_stream": _NoStream,
-            "stream": lambda *args, **kwargs: contextlib.nullcontext(),
-            "Stream": _NoStream,
-            "Event": _NoStream,
-        },
-    )
-    distributed = _Stand(torch.distributed, _collectives())
-    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
-    return _Stand(torch, {"cuda": cuda, "distributed": distributed, **factories})
+    cuda = {
+        **generator,
+        "random": _Stand(torch.cuda.random, generator),
+        "is_available": lambda: False,
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "current_stream": _NoStream,
+        "default_stream": _NoStream,
+        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+        "Stream": _NoStream,
+        "Event": _NoStream,
+    }
+    parts = {"cuda": _Stand(torch.cuda, cuda), "distributed": _Stand(torch.distributed, _collectives())}
+    return _Stand(torch, parts | {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
 
 KEPT_SENDS = 16
