@@ -58,9 +58,8 @@ class RolloutFleet:
                 are ended then. `ServerUnfit`: one can never be used.
         """
         config, timing = self.config, self.timing
-        request_s, control_s = config.request_deadline_s, timing.control_deadline_s
-        client = partial(SglangClient, request_deadline_s=request_s, control_deadline_s=control_s)
-        connect = partial(client, api_key=self.api_key)
+        request_s, control_s, key = config.request_deadline_s, timing.control_deadline_s, self.api_key
+        connect = partial(SglangClient, request_deadline_s=request_s, control_deadline_s=control_s, api_key=key)
         self.members = tuple(Member(engine, connect) for engine in self.engines)
         balancer = self._balancer = Balancer(self.members, config.max_running_requests)
         publisher = self._publisher = Publisher(config, timing, balancer)
