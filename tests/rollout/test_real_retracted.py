@@ -64,7 +64,8 @@ def test_no_token_is_doubled_where_a_response_lost_its_place(tmp_path: Path) -> 
         assert_log_probs(model, asked, drawn)
         told = fleet.statistics.take()
         assert told["servers/retractions"] > 0
-        assert 0.5 < told["servers/kv_use"] < told["servers/kv_use_max"] <= 1
+        assert 0 < told["servers/kv_use"] < told["servers/kv_use_max"] <= 1
+        assert told["servers/kv_use_max"] > 0.5
         assert told["servers/queue_max"] > 0
         assert 0 < told["servers/prefix_hits"] < 1
         assert {version for answer in drawn for version in answer.weight_versions.tolist()} >= {0, 3}
