@@ -25,7 +25,7 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
         if is_equation(truth) and answer.name != truth.name:
             return None if answer.name else (False, Rule.EQUATION)
         integers = answer.number.value.denominator == truth.number.value.denominator == 1
-        equal = answer.number.equals(truth.number) and _names_agree(answer, truth)
+        equal = (answer.number.equals(truth.number) and _names_agree(answer, truth)) or _same_text(answer, truth)
         return equal, Rule.INTEGER if integers else Rule.NUMBER
     if _same_text(answer, truth):
         return True, Rule.TEXT
@@ -45,7 +45,8 @@ def compare(answer: Answer, truth: Answer) -> tuple[bool, Rule] | None:
 def is_equation(truth: Answer) -> bool:
     """`x^2+y^2 = 1` asks for a curve; `x = 1`, `AB = 1` and `f(2) = 1` for a number."""
     bare = _PATTERNS["command"].sub("", truth.text.partition("=")[0]).replace(" ", "")
-    return not _PATTERNS["call"].fullmatch(truth.name) and _PATTERNS["unknowns"].fullmatch(bare) is not None
+    named = "=" in truth.text and not _PATTERNS["call"].fullmatch(truth.name)
+    return named and _PATTERNS["unknowns"].fullmatch(bare) is not None
 
 
 def as_list(answer: Answer, other: Answer) -> Answer:

@@ -112,8 +112,13 @@ def _read_equation(text: str) -> Answer:
     if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and sides[1] not in "ei" and read_number(sides[0]):
         sides.reverse()  # `5 = x`
     last, exact = read(sides[-1]), "\\approx" not in text
-    stated = [number for side in sides[:-1] if (number := read_number(side)) is not None]
-    contradicts = exact and last.number is not None and any(not number.equals(last.number) for number in stated)
+    stated = [number for side in sides[:-1] if last.number and (number := read_number(side)) is not None]
+    others = [
+        one
+        for one in stated
+        if last.number
+        and not (one.equals(last.number) or (one.unit and last.number.unit and one.unit != last.number.unit))
+    ]
     name = compact(sides[0]) if len(sides) == 2 else ""
     names = _PATTERNS["tuple_of_names"].findall(name) if name.startswith("(") and name.endswith(")") else []
     if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:
@@ -121,7 +126,7 @@ def _read_equation(text: str) -> Answer:
         last = replace(last, items=items)
     if len(sides) > 2 and last.number and all(len(side) == 1 and side.isalpha() for side in sides[:-1]):
         last = replace(last, items=tuple(replace(last, name=side) for side in sides[:-1]))  # `x = y = 2`
-    return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=contradicts)
+    return replace(last, text=text, body=sides[-1], name=name, rounded=None, contradicts=exact and bool(others))
 
 
 def _split(text: str) -> list[str]:

@@ -60,9 +60,10 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     answer = _without_label(_with_rivals(stated, statement, truth), truth)
     if answer is None:
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.HEDGE)
+    if not statement.rivals and compact(clean(statement.text)) == compact(truth.text):
+        return Judgement(accuracy=True, extracted=extracted, rule=Rule.TEXT)  # whatever a remark in it may say
     extracted = answer.body[:EXTRACTED_LIMIT] if answer.number is not None else extracted
-    if "remainder" in prompt and (residue := _PATTERNS["residue"].fullmatch(answer.text)) and residue[2] in prompt:
-        answer = read(residue[1])
+    answer, truth = _as_meant(answer, truth, prompt)
     answer, truth = _as_asked(answer, truth, prompt), _as_asked(truth, answer, prompt)
     ordered = truth.items and (_PATTERNS["parts"].fullmatch(truth.text) or _PATTERNS["ordered"].search(prompt))
     if ordered and not (truth.brackets or answer.brackets):
@@ -71,13 +72,48 @@ def _judge_statement(statement: Statement, truth: Answer, prompt: str) -> Judgem
     form = symbolic_form(answer, truth) if equal is None else None
     if not equal and form is None:
         return Judgement(accuracy=False, extracted=extracted, rule=rule)
-    if rule is not Rule.TEXT and _is_echo(answer, prompt):
+    if rule is not Rule.TEXT and _is_echo(answer, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.ECHO)
     if form is not None:
         return Deferred(answer=form[0], truth=form[1], extracted=extracted)
     if _is_of_another(answer, truth, prompt):
         return Judgement(accuracy=False, extracted=extracted, rule=Rule.EQUATION)
     return Judgement(accuracy=True, extracted=extracted, rule=rule)
+
+
+def _as_meant(answer: Answer, truth: Answer, prompt: str) -> tuple[Answer, Answer]:
+    """Both in one form where the question says that the difference is none."""
+    answer, truth = _residues(answer, truth, prompt)
+    product = _PATTERNS["product"].fullmatch(truth.text)
+    if product and re.search(rf"(?<![A-Za-z\\]){product[1]}(?![A-Za-z])", prompt):
+        truth = replace(truth, number=None)  # of a mass `m`, no milligrams
+    mine, theirs = (set(_PATTERNS["integers"].findall(each.text)) for each in (answer, truth))
+    if "\\pi" in truth.text and len(mine) == len(theirs) == 1 and not _PATTERNS["integers"].search(prompt):
+        answer = read(_PATTERNS["integers"].sub(min(theirs), answer.text))
+    if _PATTERNS["integral"].search(prompt) and all(_PATTERNS["constant"].fullmatch(x.text) for x in (answer, truth)):
+        answer = read(answer.text[:-1] + truth.text[-1])
+    if truth.number and not answer.contradicts and _PATTERNS["rounding"].search(prompt):
+        stated = read(answer.text.removeprefix("\\approx").strip())
+        rounded = answer.rounded if answer.number and answer.rounded else stated
+        answer = rounded if (compare(rounded, truth) or (False,))[0] else answer
+    return answer, truth
+
+
+def _residues(answer: Answer, truth: Answer, prompt: str) -> tuple[Answer, Answer]:
+    """Both as numbers where both are residues of one modulus, or the truth is a number and the question names it."""
+    given, wanted = (_PATTERNS["residue"].fullmatch(each.text) for each in (answer, truth))
+    if given is None or not (wanted or truth.number):
+        return answer, truth
+    of, value, modulus = given["of"] or "", int(given["value"]), int(given["modulus"])
+    known = (of.endswith("^{-1}") and "inverse" in prompt) or (of.isdigit() and (int(of) - value) % modulus == 0)
+    if len(of) > 1 and not known and _spelling(of) not in _spelling(prompt):
+        return answer, truth
+    if wanted:
+        alike = given["modulus"] == wanted["modulus"] and (not of or of == (wanted["of"] or of))
+        return (answer, truth) if not alike else (read(str(value % modulus)), read(str(int(wanted["value"]) % modulus)))
+    digits = str(modulus).strip("0") == "1" < str(modulus) and _PATTERNS["last_digits"].search(prompt)
+    named = digits or given["modulus"] in _PATTERNS["moduli"].findall(prompt)
+    return (read(given["value"]) if named and 0 <= value < modulus else answer), truth
 
 
 def _with_rivals(answer: Answer, statement: Statement, truth: Answer) -> Answer | None:
@@ -116,7 +152,9 @@ def _as_asked(one: Answer, other: Answer, prompt: str) -> Answer:
         return one
     name, gap = f"({'|'.join(map(re.escape, names))})", r"[\s,$&\\(){}]{0,6}(?:and)?[\s,$&\\(){}]{1,6}"
     listed = re.findall(r"(?<![A-Za-z\\'])" + name + (gap + name) * (len(names) - 1) + "(?![A-Za-z])", prompt)
-    order = next((each for each in reversed(listed) if len(set(each)) == len(names)), tuple(names))
+    # Words that are not listed: as the question first has them.
+    asked = sorted(names, key=prompt.lower().find) if all(len(name) > 2 for name in names) else names
+    order = next((each for each in reversed(listed) if len(set(each)) == len(names)), tuple(asked))
     values = [read(item.body) for item in sorted(one.items, key=lambda item: order.index(item.name))]
     return replace(one, text=f"({', '.join(value.text for value in values)})", items=tuple(values), brackets="()")
 
@@ -135,20 +173,37 @@ def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
     bare = truth.number and not truth.number.unit and not {"in", "per"} & set(answer.body.split())  # `4 in total`
     unit = answer.number.unit if answer.number and bare else ""
     pairs = _PATTERNS["asked"].findall(prompt) if unit else ()
-    asked = {name for pair in pairs for word in pair if (name := unit_name(word)) and name != "degree"}
+    names = {unit_name(word.partition("/")[0]) or "" for pair in pairs for word in pair}
+    asked = {name.partition("/")[0] for name in names} - {"", "degree"}
+    if unit == "degree" and asked & {"celsius", "fahrenheit"}:
+        return False
     if asked and unit.partition("/")[0].rstrip("0123456789") not in asked:
         return True
     if answer.name == truth.name or _spelling(answer.name) in _spelling(prompt):
         return False
     argument = _PATTERNS["argument"].fullmatch(answer.name)
-    return bool(_PATTERNS["in_one_unknown"].fullmatch(answer.name) or (argument and argument[1] in prompt))
+    if _PATTERNS["in_one_unknown"].fullmatch(answer.name):
+        return True
+    if argument is None:
+        return False
+    # `f(2) = 5` is the maximum of `f(x)`, and `R_{eq}` none of `R_1`, `R_2`.
+    other = r"-?\d" if argument["value"] and _PATTERNS["extreme"].search(prompt) else ""
+    other = r"\{?(?:\\[a-z]{4,6}\{)?[a-z]{2}" if argument["word"] else other
+    return re.search(re.escape(argument[1]) + other, prompt) is not None
 
 
-def _is_echo(answer: Answer, prompt: str) -> bool:
+def _is_echo(answer: Answer, truth: Answer, prompt: str) -> bool:
     """Whether the answer is an unworked expression that the question already holds, as `84/2` for "What is 84/2?".
 
     Sums and products of the question's own numbers in their order are that too, however they are padded: `6*(7)*1`.
     """
+    if converted := _PATTERNS["converted"].search(prompt):
+        given = clean(converted["given"] or converted["number"])
+        own, wanted, before = (set(_PATTERNS["form"].findall(text)) for text in (answer.body, truth.body, given))
+        return own == before != wanted
+    unreduced = [each.number is not None and each.number.unreduced for each in (answer, truth)]
+    if unreduced == [True, False] and _PATTERNS["reduced"].search(prompt):
+        return True
     body = _spelling(answer.body) if prompt and (answer.number is None or answer.number.unreduced) else ""
     if not _PATTERNS["operators"].search(body):
         return False
@@ -184,8 +239,13 @@ def symbolic_form(answer: Answer, truth: Answer) -> tuple[str, str] | None:
     elif "=" not in answer.text and truth.name and not is_equation(truth):  # `\\sqrt3` of `f(2) = \\sqrt3`
         truth = replace(truth, text=truth.body)
     answered = answer.text if "=" in truth.text else answer.body or answer.text
-    truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
-    answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
+    factors = set(symbolic.letters(answered))
+    if (answer.number is None) != (truth.number is None) and factors == set(symbolic.letters(truth.text)) != set():
+        answer = replace(answer, number=None)  # no unit: `\frac13ML^2` of `\frac{ML^2}{3}`
+        (truth_text, truth_unit), (answer_text, answer_unit) = (truth.text, ""), (answered, "")
+    else:
+        truth_text, truth_unit = split_unit(truth.text.lstrip("$"))
+        answer_text, answer_unit = split_unit(answered.lstrip("$").replace(" ", "  " if truth_unit else " "))
     if answer_unit and not truth_unit and answer_unit[0] in symbolic.letters(truth_text):
         answer_text, answer_unit = answered, ""  # `\sqrt3\, s^2` of `s^2\sqrt3`
     if answer.number is not None and not answer.number.percent and "=" not in truth.text and "°" not in answer_text:
