@@ -94,7 +94,8 @@ def _as_meant(answer: Answer, truth: Answer, prompt: str) -> tuple[Answer, Answe
         answer = read(answer.text[:-1] + truth.text[-1])
     if truth.number and not answer.contradicts and _PATTERNS["rounding"].search(prompt):
         stated = read(answer.text.removeprefix("\\approx").strip())
-        rounded = answer.rounded if answer.number and answer.rounded else stated
+        checked = answer.number is not None or "." in truth.body  # to a whole number it may be far away
+        rounded = answer.rounded if answer.rounded and checked else stated
         answer = rounded if (compare(rounded, truth) or (False,))[0] else answer
     return answer, truth
 
@@ -153,7 +154,8 @@ def _as_asked(one: Answer, other: Answer, prompt: str) -> Answer:
     name, gap = f"({'|'.join(map(re.escape, names))})", r"[\s,$&\\(){}]{0,6}(?:and)?[\s,$&\\(){}]{1,6}"
     listed = re.findall(r"(?<![A-Za-z\\'])" + name + (gap + name) * (len(names) - 1) + "(?![A-Za-z])", prompt)
     # Words that are not listed: as the question first has them.
-    asked = sorted(names, key=prompt.lower().find) if all(len(name) > 2 for name in names) else names
+    words = all(len(name) > 2 for name in names)
+    asked = sorted(names, key=lambda name: prompt.lower().find(name.lower())) if words else names
     order = next((each for each in reversed(listed) if len(set(each)) == len(names)), tuple(asked))
     values = [read(item.body) for item in sorted(one.items, key=lambda item: order.index(item.name))]
     return replace(one, text=f"({', '.join(value.text for value in values)})", items=tuple(values), brackets="()")
@@ -182,10 +184,9 @@ def _is_of_another(answer: Answer, truth: Answer, prompt: str) -> bool:
     if answer.name == truth.name or _spelling(answer.name) in _spelling(prompt):
         return False
     argument = _PATTERNS["argument"].fullmatch(answer.name)
-    if _PATTERNS["in_one_unknown"].fullmatch(answer.name):
-        return True
-    if argument is None:
-        return False
+    of_unknown = _PATTERNS["in_one_unknown"].fullmatch(answer.name) is not None
+    if of_unknown or argument is None:
+        return of_unknown
     # `f(2) = 5` is the maximum of `f(x)`, and `R_{eq}` none of `R_1`, `R_2`.
     other = r"-?\d" if argument["value"] and _PATTERNS["extreme"].search(prompt) else ""
     other = r"\{?(?:\\[a-z]{4,6}\{)?[a-z]{2}" if argument["word"] else other
@@ -199,8 +200,10 @@ def _is_echo(answer: Answer, truth: Answer, prompt: str) -> bool:
     """
     if converted := _PATTERNS["converted"].search(prompt):
         given = clean(converted["given"] or converted["number"])
-        own, wanted, before = (set(_PATTERNS["form"].findall(text)) for text in (answer.body, truth.body, given))
-        return own == before != wanted
+        marks = (_PATTERNS["form"].findall(text.replace("\\frac", "/")) for text in (answer.body, truth.body, given))
+        own, wanted, before = map(set, marks)
+        if own == before != wanted:
+            return True
     unreduced = [each.number is not None and each.number.unreduced for each in (answer, truth)]
     if unreduced == [True, False] and _PATTERNS["reduced"].search(prompt):
         return True
