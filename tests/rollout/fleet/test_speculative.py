@@ -1,6 +1,9 @@
 """Servers that draft tokens: what they are started with, which weights they get and how, what is verified of them."""
 
+import asyncio
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from rollout.errors import ServerUnfit, WeightMismatch
 from rollout.fleet.fleet import RolloutFleet
 from rollout.server import launch_server
 from rollout.server.server_command import server_arguments
-from rollout.weights.transport import Failure
+from rollout.weights.checksums import expected_checksums
+from rollout.weights.sender import Sent
+from rollout.weights.transport import Failure, Target
 from tests.config.conftest import MINIMAL
 from tests.rollout.fleet.test_fleet_stream import FromMemory
 from tests.rollout.fleet_kit import FAST, fleet_of, request, run, until
@@ -151,6 +156,36 @@ def test_one_that_started_while_new_weights_came_starts_once_more(folders: list[
             await until(lambda: all(seen.state == "ready" for seen in fleet.members))
             assert servers[0].starts == 3
             assert (servers[0].loaded, servers[0].label) == (folders[1], "2")
+
+    run(test)
+
+
+class KnowsSums(FromMemory):
+    """The trainer knows this kind of server: nothing is read from disk until one starts."""
+
+    async def send(self, targets: Sequence[Target], label: str, *, more: bool) -> Sent:
+        sent = await super().send(targets, label, more=more)
+        return replace(sent, checksums={one.info: expected_checksums(self.folder, one.info) for one in targets})
+
+
+def test_none_starts_in_memory_that_became_the_trainers_while_its_weights_were_written(folders: list[Path]) -> None:
+    async def test() -> None:
+        servers = [drafting(), drafting()]
+        async with fleet_of(*servers, speculative=NGRAM) as fleet:
+            stream = KnowsSums(folders[0], *servers)
+            stream.may_write.clear()
+            await fleet.publish_stream(stream, 1)
+            await servers[0].die()
+            await until(lambda: fleet.members[0].state == "down")
+            await asyncio.sleep(0.1)
+            await fleet.release_memory()
+            stream.may_write.set()
+            await until(lambda: stream.written == 1)
+            await asyncio.sleep(0.1)
+            assert servers[0].starts == 1
+            await fleet.resume_memory()
+            await until(lambda: all(seen.state == "ready" for seen in fleet.members))
+            assert (servers[0].starts, servers[0].loaded) == (2, folders[0])
 
     run(test)
 
