@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,10 +30,11 @@ class Sandbox:
         """Starts it; the code is not run before `ready`.
 
         Args:
-            mode: `program` or `functions`, see `reward.code.sandbox_main`.
+            mode: `program` (can be run several times) or `functions`, see `reward.code.sandbox_main`.
             cpu_s: seconds of CPU, past which the kernel kills it.
             files: `stdin`, `stdout`, `stderr` of mode `program`; what it may write is limited by `ready`.
         """
+        self._started = False
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL) | files
@@ -53,13 +55,14 @@ class Sandbox:
             os.close(replies)
 
     def ready(self, *, file_bytes: int = 0) -> bool:
-        """Locks it up and lets the code run; False if the code is nothing that Python can compile.
+        """Locks it up and lets the code run, in mode `program` once more; False if it is nothing that Python can
+        compile.
 
         Raises:
             VerifierError: this system cannot confine a process: nothing was run.
         """
         try:
-            receive(self.replies, time.monotonic() + START_LIMIT_S)
+            self._started = self._started or receive(self.replies, time.monotonic() + START_LIMIT_S)
         except (EOFError, OSError) as error:
             raise VerifierError(f"verifier code: the sandbox does not start ({error!r})") from None
         try:
@@ -76,17 +79,19 @@ class Sandbox:
         return receive(self.replies, deadline)
 
     def exit_code(self, deadline: float) -> int | None:
-        """Its exit code (negative: the signal that killed it); None if it runs on past the deadline."""
+        """The program's (negative: the signal that killed it); None if it runs on past the deadline."""
         try:
-            return self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+            return int(receive(self.replies, deadline))
+        except (TimeoutError, EOFError):
             return None
 
     def ended_by(self) -> int | None:
         """Asks it to end; the signal that ended it before that, None if none did."""
         os.close(self.requests)
         self.requests = -1
-        code = self.exit_code(time.monotonic() + _GRACE_S)  # one that was killed has closed its pipes a moment before
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_S)  # one that was killed has closed its pipes a moment before
+        code = self._process.returncode
         return -code if code is not None and code < 0 else None
 
     def close(self) -> None:

@@ -1,31 +1,53 @@
 """The sandboxed process, started by `reward.code.sandbox` with MODE REQUESTS REPLIES as its last arguments.
 
 It gets the program as text and imports what that names of the standard library, behind a first lock, under which
-nothing can be written or started. Then it locks itself up, and only then runs the first line. MODE `program`: runs it
-with the standard input and output it was given. MODE `functions`: runs it and answers calls.
+nothing can be written or started. Then it locks itself up, and only then runs the first line. MODE `program`: does so
+in a fork for each order, with the standard input and output it was given, and tells the exit code. MODE `functions`:
+runs it and answers calls.
 """
 
 import ast
 import builtins
+import gc
 import importlib
 import os
 import sys
+import types
 from typing import Any
 
 from reward.code import landlock, seccomp
 from reward.code.values import CHANGEABLE, NotPlain, decode, encode, receive, send
 
 _NOT_IMPORTED = {"antigravity", "idlelib", "test", "this", "tkinter", "turtle", "turtledemo"}
-_ALWAYS = ("_strptime", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "linecache", "traceback")
+_ENCODINGS = ("ascii", "base64_codec", "cp1252", "cp437", "hex_codec", "idna", "latin_1", "punycode", "rot_13",
+              "unicode_escape", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_8_sig")  # fmt: skip
+_ALWAYS = ("_strptime", "linecache", "traceback", *(f"encodings.{name}" for name in _ENCODINGS))
+_LATE = {"argparse": ["shutil"], "email": ["email.message", "email.parser"], "functools": ["typing", "weakref"],
+         "xml": ["xml.dom.expatbuilder"]}  # fmt: skip
 """What modules of the standard library import late, when no file can be read any more."""
 
 
 def main() -> None:
-    """Runs the program that the first frame holds."""
+    """Runs the program that each frame holds."""
     mode, requests, replies = sys.argv[-3], int(sys.argv[-2]), int(sys.argv[-1])
     seccomp.die_with_parent()
+    for name in _ALWAYS:
+        importlib.import_module(name)
+    gc.freeze()  # a fork would look through all of it when it ends: 10 ms
     send(replies, "started")
-    order = receive(requests)
+    starter = os.getpid()
+    while True:
+        try:
+            order = receive(requests)
+        except EOFError:
+            return
+        if mode == "functions" or (child := os.fork()) == 0:
+            break
+        send(replies, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if mode == "program":
+        seccomp.die_with_parent()
+        if os.getppid() != starter:
+            return  # it ended first
     seccomp.limit(memory_bytes=order["memory_bytes"], cpu_s=order["cpu_s"], file_bytes=order["file_bytes"])
     code, failure = None, ""
     try:
@@ -51,29 +73,38 @@ def main() -> None:
         del sys.modules[name]  # not the tested code's to import
     sys.argv = ["response.py"]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as `site` does, which -S leaves out
+    if thread := getattr(sys.modules.get("threading"), "Thread", None):  # there is one; programs recurse in another
+        thread.start, thread.join = thread.run, lambda *_, **__: None
+    module = types.ModuleType("__main__" if mode == "program" else "response")
+    sys.modules[module.__name__] = module  # dataclasses and pickle look there
     if mode == "program":
-        exec(code, {"__name__": "__main__", "__builtins__": builtins})
-        return
-    namespace: dict[str, Any] = {"__name__": "response", "__builtins__": builtins}
-    exec(code, namespace)
-    _serve(requests, replies, namespace)
+        os.close(requests)
+        os.close(replies)
+        exec(code, vars(module))
+    else:
+        exec(code, vars(module))
+        _serve(requests, replies, vars(module))
 
 
 def _import_named(tree: ast.AST) -> None:
     """Imports every module of the standard library that the program names anywhere."""
-    names = set(_ALWAYS)
+    names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            names.add(str(node.args[0].value))  # `__import__("heapq")`
+    for name in list(names):
+        names.update(_LATE.get(name.partition(".")[0], ()))
     for name in sorted(names):
         top = name.partition(".")[0]
         runs = "__main__" in name.split(".")  # `venv.__main__` is a program, not a module
         if top in sys.stdlib_module_names and top not in _NOT_IMPORTED and not runs:
             try:
                 importlib.import_module(name)
-            except ImportError:
+            except (ImportError, ValueError):  # ValueError: `f(".")`
                 continue  # `from math import sin`: no module; what is really missing fails when the program asks for it
 
 
@@ -93,9 +124,10 @@ def _serve(requests: int, replies: int, namespace: dict[str, Any]) -> None:
             else:
                 reply = _answer(request, namespace, objects)
         except BaseException as error:  # the tests are told, whatever it is
-            # The nearest class of Python's own: a test that expects a ValueError takes what is derived from it.
-            kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins")
-            reply = {"raised": kind, "message": str(error)[:1000]}
+            # Its classes, up to the nearest of Python's own: a test that expects a ValueError takes what is derived.
+            kinds = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
+            nearest = next(at for at, (module, _) in enumerate(kinds) if module == "builtins")
+            reply = {"raised": kinds[: nearest + 1], "message": str(error)[:1000], "arguments": _plain(error.args)}
         send(replies, reply)
 
 
@@ -105,17 +137,28 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: dict[in
         found = namespace[target["name"]] if "name" in target else objects[target["object"]]
         return getattr(found, target["method"]) if "method" in target else found
 
+    def reply(value: Any) -> Any:
+        if not isinstance(value, types.GeneratorType) and (plain := _plain(value)):
+            return plain
+        kind = "generator" if isinstance(value, types.GeneratorType) else "object"
+        return {kind: id(objects.setdefault(id(value), value))}
+
     target = resolve(request)
+    if "next" in request:
+        for item in target:
+            return reply(item)
+        return {"end": True}
     if "attribute" in request:
         result, passed = getattr(target, request["attribute"]), list[Any]()
         if callable(result):
             return {"callable": True}
     else:
         arguments, keywords = decode(request["arguments"], resolve)
-        result, passed = target(*arguments, **keywords), [*arguments, *keywords.values()]
+        call = (lambda value: isinstance(value, target)) if "instance" in request else target
+        result, passed = call(*arguments, **keywords), [*arguments, *keywords.values()]
     if result is None:  # what it made of those that it may have changed in place
         return {"value": None, "left": [_plain(each) if isinstance(each, CHANGEABLE) else None for each in passed]}
-    return _plain(result) or {"object": id(objects.setdefault(id(result), result))}
+    return reply(result)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ overwrite. The most it can do is to give an answer, which the tests compare: a p
 too: they may read Python's files (`reward.code.landlock`), to import what they need, and write none.
 """
 
+import ast
 import builtins
 import io
 import os
@@ -14,6 +15,7 @@ import symtable
 import sys
 import types
 import unittest
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partialmethod
@@ -34,25 +36,68 @@ class TestedCodeError(Exception):
     """The tested code raised what is no exception of Python's, ended its process, or sent what is no value."""
 
 
+_END = object()
+
+
+SOLUTION = "solution"
+"""Tests may import what they test from the module of that name."""
+
+_MODULES = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "pytest"}
+_RAN = "__ran__"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """Tests that are ready to be run. `names`: what they call and neither define nor find among the builtins."""
+    """Tests that are ready to be run. `names`: what they call and neither define nor find among the builtins; of these
+    `exceptions`: what they expect to be raised."""
 
     source: str
     entry: str | None
     names: tuple[str, ...]
+    exceptions: frozenset[str]
 
 
 def make_suite(source: str, entry: str | None) -> Suite:
-    """Raises ValueError: the tests are no Python, or name nothing that a response could define."""
+    """Raises ValueError: the tests are no Python, name nothing that a response could define, or lack an import."""
     own, names = _globals(source, "exec", "the tests are no Python")
+    nodes = list(ast.walk(ast.parse(source)))
+    wanted = [each for each in nodes if isinstance(each, ast.ImportFrom) and each.module == SOLUTION]
+    names |= {alias.name for each in wanted for alias in each.names} - {"*"}
     if entry is not None:
         if "check" not in own:
             raise ValueError("there is an entry, but the tests define no check(candidate)")
         names |= _globals(entry.strip(), "eval", "the entry is no name or expression of Python")[1]
     if not names:
-        raise ValueError("the tests call nothing that a response could define")
-    return Suite(source=source, entry=entry, names=tuple(sorted(names)))
+        raise ValueError("the tests call nothing that a response could define; a builtin's name is the builtin")
+    bases = {id(each.value) for each in nodes if isinstance(each, ast.Attribute)}
+    bare = {each.id for each in nodes if isinstance(each, ast.Name) and id(each) not in bases}
+    if missing := sorted((names & _MODULES) - bare):
+        raise ValueError(f"the tests use {missing[0]} and do not import it: it would be the response's")
+    return Suite(source=source, entry=entry, names=tuple(sorted(names)), exceptions=names & frozenset(_expected(nodes)))
+
+
+def _expected(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Names of the exceptions that the tests expect."""
+    for node in nodes:
+        match node:
+            case ast.ExceptHandler(type=ast.expr() as kinds):
+                yield from (each.id for each in ast.walk(kinds) if isinstance(each, ast.Name))
+            case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called), args=[ast.Name(id=kind), *_]):
+                yield from [kind] if "raises" in called.lower() else []
+
+
+def _marked(source: str) -> tuple[ast.Module, set[int]]:
+    """The tests, where each function or main guard that checks something notes in `_RAN` that it runs; its lines."""
+    tree, lines = ast.parse(source), set[int]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                inside = list(ast.walk(node))
+                names = [each.attr for each in inside if isinstance(each, ast.Attribute)]
+                if any(isinstance(each, ast.Assert) for each in inside) or any(n.startswith("assert") for n in names):
+                    lines.add(node.lineno)
+                    node.body[:0] = ast.parse(f"{_RAN}.add({node.lineno})").body
+    return tree, lines
 
 
 def _globals(source: str, mode: str, refused: str) -> tuple[set[str], set[str]]:
@@ -122,20 +167,31 @@ def _forget(*kept: int) -> None:
 
 def _run(suite: Suite, caller: "_Caller") -> bool:
     try:
-        module = types.ModuleType("tests")
+        module, solution, ran = types.ModuleType("tests"), types.ModuleType(SOLUTION), set[int]()
         namespace = vars(module)
-        namespace.update(caller.stand_ins(suite.names))
-        exec(compile(suite.source, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
+        sys.modules[SOLUTION] = solution
+        namespace.update(caller.stand_ins(suite) | {_RAN: ran})
+        vars(solution).update(namespace)
+        tree, lines = _marked(suite.source)
+        exec(compile(tree, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
         if suite.entry is not None:
             namespace["check"](eval(compile(suite.entry.strip(), "<entry>", "eval"), namespace))
         for name, value in list(namespace.items()):
-            if name.startswith("test") and callable(value) and not isinstance(value, type):
+            if name.startswith("test") and isinstance(value, types.FunctionType) and not _wants_arguments(value):
                 value()
         cases = unittest.defaultTestLoader.loadTestsFromModule(module)
         outcome = unittest.TextTestRunner(stream=io.StringIO()).run(cases)
-        return outcome.wasSuccessful() and caller.answered and not caller.misused
+        passed = outcome.wasSuccessful() and caller.answered and not caller.misused
+        if passed and (unseen := sorted(lines - ran)):
+            caller.fault = f"line {unseen[0]} of the tests: nothing runs what is checked there"
+        return passed and not unseen
     except BaseException:  # a failed assertion, an error, sys.exit: not passed
         return False
+
+
+def _wants_arguments(function: types.FunctionType) -> bool:
+    wanted = function.__code__.co_argcount - len(function.__defaults__ or ())
+    return wanted > 0 or function.__code__.co_kwonlyargcount > len(function.__kwdefaults__ or ())
 
 
 class _Caller:
@@ -149,23 +205,27 @@ class _Caller:
         """Whether the tests left it to an object of the tested code what they are about to find."""
         self._objects: dict[str, _StandIn] = {}
         """One for each object, so that `is` tells them apart."""
+        self._exceptions: dict[str, type[Exception]] = {}
+        """What the tests expect of the exceptions that the tested code defines."""
         self.fault = ""
         """What the tests wanted to pass that cannot be passed."""
 
-    def stand_ins(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """For each name that the tested code defines: its plain value, or what calls it."""
-        described = self._sandbox.ask({"names": names}, self._deadline)
+    def stand_ins(self, suite: Suite) -> dict[str, Any]:
+        """For each name that the tested code defines: its plain value, what calls it, or an exception of that name."""
+        described = self._sandbox.ask({"names": suite.names}, self._deadline)
         found: dict[str, Any] = {}
-        for name in names:
+        for name in suite.names:
             entry = described.get(name) if isinstance(described, dict) else None
-            if isinstance(entry, dict):
+            if name in suite.exceptions:
+                found[name] = self._exceptions[name] = type(name, (TestedCodeError,), {})
+            elif isinstance(entry, dict):
                 plain = "value" in entry
                 found[name] = decode(entry["value"]) if plain else _StandIn(self, {"name": name})
                 self.answered = self.answered or plain
         return found
 
     def call(self, target: dict[str, Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """The result of a call over there."""
+        """The result of a call over there, or whether its one argument is an instance."""
         try:
             passed = encode((arguments, keywords), _target_of)
         except NotPlain as error:
@@ -187,20 +247,49 @@ class _Caller:
         if not isinstance(reply, dict):
             raise TestedCodeError("its answer is none")
         self.answered = True
-        if "raised" in reply:
-            raise _exception(str(reply["raised"]), str(reply.get("message", "")))
         if "object" in reply:
             return self._objects.setdefault(str(reply["object"]), _StandIn(self, {"object": reply["object"]}))
-        if "value" not in reply:
+        if "generator" in reply:
+            return self._items({"object": reply["generator"], "next": True})
+        if "end" in reply:
+            return _END
+        if "value" not in reply and "raised" not in reply:
             return _StandIn(self, otherwise)
         try:
-            if reply["value"] is None:
+            if "raised" in reply:
+                result = self._exception(reply)
+            elif reply["value"] is None:
                 for argument, left in zip(passed, reply.get("left", ()), strict=False):
                     if left is not None:
                         become(argument, decode(left["value"]))
-            return decode(reply["value"])
+                return None
+            else:
+                return decode(reply["value"])
         except (LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
             raise TestedCodeError(f"its answer is no value: {error}") from None
+        raise result
+
+    def _items(self, request: dict[str, Any]) -> Iterator[Any]:
+        while (item := self.ask(request, {})) is not _END:
+            yield item
+
+    def _exception(self, reply: dict[str, Any]) -> Exception:
+        """One of the class that the tests expect, or of Python's own or the standard library's that they may."""
+        *derived, (_, nearest) = reply["raised"]
+        message, kind = str(reply["message"]), vars(builtins).get(nearest)
+        if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, _LOOPS):
+            return TestedCodeError(f"{nearest}: {message}")
+        if bases := [self._exceptions[name] for _, name in derived if name in self._exceptions]:
+            kind = type(derived[0][1], (*bases, kind), {})
+        elif kind is not Exception:  # what skips a test, say, is derived from that alone
+            known = (vars(sys.modules.get(module, builtins)).get(name) for module, name in derived)
+            kind = next((each for each in known if isinstance(each, type) and issubclass(each, kind)), kind)
+        for arguments in (decode(reply["arguments"]["value"]) if reply.get("arguments") else (), (message,)):
+            with suppress(Exception):  # some want more, and some texts are the class's own
+                error = kind(*arguments)
+                if str(error)[: len(message)] == message:
+                    return error
+        return kind.__new__(kind, message)
 
     def refuse(self) -> NoReturn:
         """Ends the tests, which cannot pass any more whatever they catch."""
@@ -209,9 +298,9 @@ class _Caller:
 
 
 class _StandIn:
-    """A function, class or object of the tested code. It can be called, its methods too, asked for attributes and for
-    its text, get attributes, and is told apart by `is`. Comparing it, its truth, and every other operator end the
-    tests: what comes out of those would be the tested code's to decide."""
+    """A function, class or object of the tested code. It can be called, its methods too, asked for attributes, items,
+    length, text and class, get attributes and items, and is told apart by `is`. Comparing it, its truth, and every
+    other operator end the tests: what comes out of those would be the tested code's to decide."""
 
     __slots__ = ("_caller", "_target")
 
@@ -230,21 +319,32 @@ class _StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         self._caller.call(self._target | {"method": "__setattr__"}, (name, value), {})
 
-    def _text(self, method: str) -> str:
+    def __instancecheck__(self, value: Any) -> bool:
+        is_object = isinstance(value, _StandIn)
+        return is_object and self._caller.call(self._target | {"instance": True}, (value,), {}) is True
+
+    def _special(self, method: str, *arguments: Any) -> Any:
         if "method" in self._target:
             self._caller.refuse()
-        text = self._caller.call(self._target | {"method": method}, (), {})
+        return self._caller.call(self._target | {"method": method}, arguments, {})
+
+    def _text(self, method: str) -> str:
+        text = self._special(method)
         return text if type(text) is str else self._caller.refuse()
 
     __repr__ = partialmethod(_text, "__repr__")
     __str__ = partialmethod(_text, "__str__")
+    __len__ = partialmethod(_special, "__len__")
+    __getitem__ = partialmethod(_special, "__getitem__")
+    __setitem__ = partialmethod(_special, "__setitem__")
+    __delitem__ = partialmethod(_special, "__delitem__")
 
 
 _TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
               "lshift", "rshift")  # fmt: skip
-_ONE_SIDED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "len", "iter", "next", "contains", "getitem",
-              "setitem", "delitem", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "enter",
-              "exit", "await", "aiter", "anext", "format")  # fmt: skip
+_ONE_SIDED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "iter", "next", "contains", "neg", "pos", "abs",
+              "invert", "int", "float", "complex", "index", "round", "enter", "exit", "await", "aiter", "anext",
+              "format")  # fmt: skip
 for _name in (*_ONE_SIDED, *_TWO_SIDED, *(f"r{name}" for name in _TWO_SIDED)):
     setattr(_StandIn, f"__{_name}__", lambda stand_in, *_: stand_in._caller.refuse())
 
@@ -258,12 +358,3 @@ def _target_of(value: Any) -> dict[str, Any]:
 
 _LOOPS = (StopIteration, StopAsyncIteration)
 """Raised in the middle of a test, these end its loops as if all were well: `all(map(f, xs))` would be true."""
-
-
-def _exception(name: str, message: str) -> Exception:
-    """The exception of that name, if it is one of Python's that a test may expect."""
-    kind = vars(builtins).get(name)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _LOOPS):
-        with suppress(TypeError):  # UnicodeDecodeError and its like want more
-            return kind(message)
-    return TestedCodeError(f"{name}: {message}")

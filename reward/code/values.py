@@ -10,8 +10,10 @@ import os
 import select
 import struct
 import time
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date, datetime, timedelta
+from datetime import time as clock_time
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -48,6 +50,10 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ..
     ("q", Fraction, lambda q: [f"{n:x}" for n in q.as_integer_ratio()], lambda q: Fraction(*(int(n, 16) for n in q))),
     ("D", Decimal, str, _decimal),
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    ("dt", datetime, datetime.isoformat, datetime.fromisoformat),
+    ("da", date, date.isoformat, date.fromisoformat),
+    ("ti", clock_time, clock_time.isoformat, clock_time.fromisoformat),
+    ("td", timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)),
 )
 # (tag, type, the value of a list of its items)
 _CONTAINERS: tuple[tuple[str, type[Iterable[Any]], Callable[[list[Any]], Any]], ...] = (
@@ -85,6 +91,8 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
             return {tag: write(value)}
     if isinstance(value, dict):
         return {"d": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
+    if isinstance(value, tuple) and isinstance(fields := getattr(value, "_fields", None), tuple):
+        return {"nt": [type(value).__name__, list(map(str, fields)), *(encode(item, refer) for item in value)]}
     for tag, kind, _ in _CONTAINERS:
         if isinstance(value, kind):
             return {tag: [encode(item, refer) for item in value]}
@@ -119,6 +127,8 @@ def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
         return {decode(key, resolve): decode(item, resolve) for key, item in inner}
     if tag == "o" and resolve is not None:
         return resolve(inner)
+    if tag == "nt":
+        return namedtuple(*inner[:2])(*(decode(item, resolve) for item in inner[2:]))
     if tag in _READ:
         return _READ[tag](inner)
     if tag not in _BUILD:

@@ -22,8 +22,9 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from io import FileIO
 from textwrap import dedent
-from typing import Any, BinaryIO
+from typing import Any
 
 from reward.code.sandbox import Sandbox
 from reward.code.seccomp import hide_memory
@@ -39,7 +40,7 @@ RULE_TIMEOUT = "code-timeout"
 CPU_S = 2
 """Seconds of CPU for all tests, or for each case, where the ground truth names none."""
 WALL_FACTOR = 2
-"""Wall-clock seconds for each second of CPU, for all tests or cases together."""
+"""Wall-clock seconds for each second of CPU, for all tests or cases together, starts not counted."""
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = frozenset({"py", "python", "python3"})
@@ -84,7 +85,9 @@ def check_system() -> None:
 
 def last_program(response: str) -> str | None:
     """The last closed block of the response that is marked as Python; where none is, the last one without a mark."""
-    found = [(block[1].lower(), block[2]) for block in _BLOCK.finditer(response)]
+    thought = response.rfind("</think>")  # what is behind a later `<think>` is a thought that was cut off
+    spoken = (block for block in _BLOCK.finditer(response) if response.rfind("<think>", 0, block.start()) <= thought)
+    found = [(block[1].lower(), block[2]) for block in spoken]
     # Of one in a list. Elsewhere it would empty lines of white space, which a string may hold.
     blocks = [(language, dedent(text) if text[:1] in " \t" else text) for language, text in found]
     marked = [program for language, program in blocks if language in _LANGUAGES]
@@ -100,23 +103,29 @@ def _passes_tests(source: str, suite: Suite, cpu_s: int) -> bool | None:
         return None if passed is False and sandbox.ended_by() == signal.SIGKILL else passed
 
 
-def _memory_file() -> BinaryIO:
-    """Not on a disk: one that is full would make right programs wrong."""
-    return open(os.memfd_create("case"), "w+b")
+def _memory_file() -> FileIO:
+    """Not on a disk: one that is full would make right programs wrong. Not buffered: a program shares its place."""
+    return open(os.memfd_create("case"), "w+b", buffering=0)
 
 
 def _passes_cases(source: str, cases: list[dict[str, str]], cpu_s: int) -> bool | None:
-    left_s: float = WALL_FACTOR * cpu_s  # starts are not counted: they take long on a busy machine
-    for case in cases:
-        with _memory_file() as stdin, _memory_file() as stdout:
-            stdin.write(case["input"].encode("utf-8", "surrogatepass"))
-            stdin.seek(0)
-            with closing(Sandbox(source, mode="program", cpu_s=cpu_s, stdin=stdin, stdout=stdout)) as sandbox:
-                if not sandbox.ready(file_bytes=4 * len(case["output"]) + _SLACK_BYTES):
-                    return False
-                began = time.monotonic()
-                code = sandbox.exit_code(began + left_s)
-                left_s -= time.monotonic() - began
+    left_s: float = WALL_FACTOR * cpu_s
+    with (
+        _memory_file() as stdin,
+        _memory_file() as stdout,
+        closing(Sandbox(source, mode="program", cpu_s=cpu_s, stdin=stdin, stdout=stdout)) as sandbox,
+    ):
+        for case in cases:
+            for file, content in ((stdin, case["input"].encode("utf-8", "surrogatepass")), (stdout, b"")):
+                file.truncate(0)
+                file.seek(0)
+                file.write(content)
+                file.seek(0)
+            if not sandbox.ready(file_bytes=4 * len(case["output"]) + _SLACK_BYTES):
+                return False
+            began = time.monotonic()
+            code = sandbox.exit_code(began + left_s)
+            left_s -= time.monotonic() - began
             if code is None or code == -signal.SIGKILL:
                 return None
             stdout.seek(0)

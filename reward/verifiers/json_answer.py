@@ -36,7 +36,9 @@ def judge(request: VerificationRequest) -> Judgement:
         form = 'a JSON object with "equals", "schema", or both, each key once, of numbers that a double can hold'
         raise VerifierError(f"verifier json: the ground truth must be {form}")
     schema = Schema(wanted["schema"]) if "schema" in wanted else None
-    value, text = last(request.response)
+    said = request.response
+    thought = said.rfind("<think>")
+    value, text = last(said[:thought] if thought > said.rfind("</think>") else said)  # a thought that was cut off
     if value is ABSENT:
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
     valid = schema is None or schema.holds(value)

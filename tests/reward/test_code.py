@@ -196,7 +196,7 @@ def test_a_loop_that_the_tested_code_ends_is_no_pass():
 PROBES = {
     "fork": "os.fork()",
     "subprocess": "subprocess.run(['true'])",
-    "thread": "threading.Thread(target=print).start()",
+    "thread": "_thread.start_new_thread(print, ())",
     "tcp": "socket.create_connection(('127.0.0.1', PORT))",
     "udp": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
     "unix": "socket.socketpair()",
@@ -234,7 +234,7 @@ def test_the_sandbox_refuses(name, tmp_path):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         probe = PROBES[name].replace("MARK", str(mark)).replace("PORT", str(listener.getsockname()[1]))
-        imports = "import os, socket, subprocess, threading, resource, ctypes, mmap\nlibc = ctypes.CDLL(None)\n"
+        imports = "import os, socket, subprocess, _thread, resource, ctypes, mmap\nlibc = ctypes.CDLL(None)\n"
         source = f"{imports}def probe():\n    {probe}\n    return True"
         assert not right(source, tests="assert probe() is True")
         refused = f"{imports}def probe():\n    try:\n        {probe}\n    except Exception: return 'refused'"
