@@ -79,10 +79,8 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
     for key, now in json.loads(json.dumps(settings)).items():
         if before.get(key) != now:
-            raise EvaluationError(
-                f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
-                "remove that folder"
-            )
+            told = f"its responses were made with {key} = {before.get(key)}, not {now}"
+            raise EvaluationError(f"{folder}: {told}; give another --out, or remove that folder")
 
 
 def _read(path: Path) -> dict[AnswerKey, Answer]:

@@ -127,10 +127,8 @@ def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[st
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         problem = f"it fails for role {role} ({type(error).__name__}: {error})"
     if problem and role == "user":
-        raise ConfigError(
-            f"data.template = chat: the model would not read what it wrote: of a conversation, {problem}; set "
-            "data.observation_template to the text between two turns"
-        )
+        why = f"the model would not read what it wrote: of a conversation, {problem}"
+        raise ConfigError(f"data.template = chat: {why}; set data.observation_template to the text between two turns")
     return appended(tokenizer, own, chat, "user") if problem else (before, after)
 
 

@@ -333,8 +333,8 @@ class GroupTransport:
         if failed:
             cause = f"{what} failed at {', '.join(failed)}"
         elif late:
-            cause = (
-                f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
+            cause = f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
+            cause += (
                 f"{', '.join(silent) or 'nobody'}; the trainer {'has done its part' if own.done() else 'waits in it'}"
             )
         else:

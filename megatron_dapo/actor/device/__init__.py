@@ -135,10 +135,9 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     elif dtype == "float32":
         why_not = "TransformerEngine's attention has no packed sequences in float32"
     if config.fp8 != "none" and why_not is not None:
-        raise ValueError(
-            f"actor.fp8 = {config.fp8}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 "
-            "to none, or install transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
-        )
+        remedy = "install transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
+        why = f"FP8 runs in TransformerEngine's layers on CUDA, and {why_not}"
+        raise ValueError(f"actor.fp8 = {config.fp8}: {why}; set actor.fp8 to none, or {remedy}")
     if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
         raise ValueError(
             f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
@@ -153,10 +152,9 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     accumulates = dtype == "bfloat16" and not lora
     optimizer = f"FusedAdam of {fused_adam}" if fused_adam else "AdamW of this package"
     if config.optimizer.compact != "none" and fused_adam != "transformer_engine":
-        raise ValueError(
-            f"actor.optimizer.compact = {config.optimizer.compact}: this is done by TransformerEngine's FusedAdam on "
-            "CUDA, which is not there; set it to none, or install transformer-engine[pytorch] on such a machine"
-        )
+        why = "this is done by TransformerEngine's FusedAdam on CUDA, which is not there"
+        remedy = "set it to none, or install transformer-engine[pytorch] on such a machine"
+        raise ValueError(f"actor.optimizer.compact = {config.optimizer.compact}: {why}; {remedy}")
     if cuda and config.optimizer.on_cpu:
         optimizer = f"PyTorch's AdamW on the CPU, {config.threads} threads"
     local = f"PyTorch's attention on packed sequences, RMSNorm in PyTorch ({why_not})"
