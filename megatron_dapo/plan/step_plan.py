@@ -94,8 +94,7 @@ def rollouts(case: Scenario, memory: ServerMemory, *, steps: int = 2, seed: int 
     # In async mode what is left when a batch is full belongs to the tail, which the training hides.
     interrupts = case.config.run.mode != "async" and not case.config.rollout.deterministic
     source, fleet = groups(case.workload, seed), fleet_of(case, memory)
-    filled = fill_batches(case.config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)
-    return filled[WARM_STEPS:]
+    return fill_batches(case.config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)[WARM_STEPS:]
 
 
 def plan_step(case: Scenario, filled: Sequence[RolloutStep], *, every: int = 1) -> StepPlan:
