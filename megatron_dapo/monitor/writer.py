@@ -72,17 +72,9 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12] + "\n")
         try:
-            self._run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=config.name or run_dir.name,
-                id=file.read_text().strip(),
-                resume="allow",
-                mode=config.mode,
-                dir=str(run_dir),
-                config=dict(settings),
-                settings=quiet,
-            )
+            named = {"project": config.project, "entity": config.entity, "name": config.name or run_dir.name}
+            place = {"id": file.read_text().strip(), "resume": "allow", "mode": config.mode, "dir": str(run_dir)}
+            self._run = wandb.init(**named, **place, config=dict(settings), settings=quiet)
         except wandb.errors.Error as error:
             raise ConfigError(f"monitor.wandb: {error}; set monitor.wandb.mode=offline to go on without it") from None
         self._run.define_metric("rollout_step")
