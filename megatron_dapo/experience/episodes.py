@@ -116,8 +116,7 @@ def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[st
 
     (first, second), (one, two), before, after, problem = ANSWERS, RESULTS, "", "", ""
     try:
-        asked = render(QUESTION)
-        seen = render(QUESTION, first, one)
+        asked, seen = render(QUESTION), render(QUESTION, first, one)
         before, _, after = seen.removeprefix(asked + first).partition(one)
         for a, b in ((first, second), (second, first)):
             if render(QUESTION, a, one, b, two) != asked + a + before + one + after + b + before + two + after:
