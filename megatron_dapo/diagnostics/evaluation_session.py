@@ -50,8 +50,7 @@ class ResponseLog:
     def add(self, key: AnswerKey, answer: Answer) -> None:
         """One more."""
         mode, problem, sample = key
-        line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
-        append_lines(self._file, [json.dumps(line)])
+        append_lines(self._file, [json.dumps({"way": mode, "problem": problem, "sample": sample} | asdict(answer))])
         self.known[key] = answer
 
 

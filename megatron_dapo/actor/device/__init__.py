@@ -93,8 +93,7 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
 
         from megatron_dapo.actor.device import adam
     engine = str(get_te_version()) if HAVE_TE else None
-    found = Found(index=index, transformer_engine=engine, fused_adam=adam.fused_package())
-    choice = choose(config, dtype, found)
+    choice = choose(config, dtype, Found(index=index, transformer_engine=engine, fused_adam=adam.fused_package()))
     if not choice.fused_adam:
         adam.put_in_place()
     return choice
