@@ -85,10 +85,9 @@ def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Ru
     for before, after in between.values():
         least = len(text.ids_behind(before + after)) + SMALLEST_ROOM
         if rollout.max_observation_tokens < least or not text.ids_behind(before + ELLIPSIS + after):
-            raise ConfigError(
-                f"rollout.max_observation_tokens = {rollout.max_observation_tokens}: set at least {least}, for an "
-                f"observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
-            )
+            shown = f"an observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
+            key = f"rollout.max_observation_tokens = {rollout.max_observation_tokens}"
+            raise ConfigError(f"{key}: set at least {least}, for {shown}")
     ends, longest = tuple(ids[0] for ids in end_ids), rollout.max_observation_tokens
     room = config.model.context_length - CONTEXT_RESERVE - longest
     return TurnRules(rollout.max_turns, longest, ends, between, text, room)

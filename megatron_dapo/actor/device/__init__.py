@@ -106,11 +106,10 @@ def _check_transformer_engine() -> None:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # libraries, versions, CUDA: each of its checks fails in a way of its own
-        raise RuntimeError(
-            "TransformerEngine is installed but cannot be imported with torch "
-            f"{torch.__version__}: {type(error).__name__}: {error}. Build it again for this torch (docs/guide.md, "
-            "section 1), or uninstall transformer-engine: training then takes PyTorch's kernels"
-        ) from error
+        why = f"{torch.__version__}: {type(error).__name__}: {error}"
+        remedy = "or uninstall transformer-engine: training then takes PyTorch's kernels"
+        how = f"Build it again for this torch (docs/guide.md, section 1), {remedy}"
+        raise RuntimeError(f"TransformerEngine is installed but cannot be imported with torch {why}. {how}") from error
 
 
 def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
@@ -138,11 +137,10 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
         why = f"FP8 runs in TransformerEngine's layers on CUDA, and {why_not}"
         raise ValueError(f"actor.fp8 = {config.fp8}: {why}; set actor.fp8 to none, or {remedy}")
     if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
-        raise ValueError(
-            f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
-            f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install "
-            "transformer-engine[pytorch], or set actor.layout.context to 1"
-        )
+        needs = f"on CUDA this needs TransformerEngine's attention, and {why_not}"
+        other = "PyTorch's would take a mask of each sequence's tokens by its tokens"
+        remedy = "Install transformer-engine[pytorch], or set actor.layout.context to 1"
+        raise ValueError(f"actor.layout.context = {config.layout.context}: {needs}; {other}. {remedy}")
     ranks, lora = config.layout.data * config.layout.context, config.lora.rank > 0
     backend: Literal["gloo", "nccl"] = "nccl" if cuda else "gloo"
     fused_adam = found.fused_adam if cuda else None

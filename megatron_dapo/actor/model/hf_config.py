@@ -182,10 +182,9 @@ def block_problem(hf: HFModelConfig, ranks: int) -> str | None:
     shares["key and value"] = (keys, min(ranks, hf.num_query_groups))
     for what, (size, parts) in shares.items():
         if size % (parts * BLOCK):
-            return (
-                f"rounds blocks of {BLOCK} x {BLOCK}, and the model's {what} size {size} over {parts} server ranks is "
-                f"no multiple of {BLOCK}; {'lower rollout.tensor_parallel, or ' if parts > 1 else ''}set it to none"
-            )
+            shared = f"the model's {what} size {size} over {parts} server ranks"
+            remedy = f"{'lower rollout.tensor_parallel, or ' if parts > 1 else ''}set it to none"
+            return f"rounds blocks of {BLOCK} x {BLOCK}, and {shared} is no multiple of {BLOCK}; {remedy}"
     return None
 
 
