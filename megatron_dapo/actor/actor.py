@@ -198,9 +198,9 @@ class MegatronActor:
         loss, tokens = sums.pop("loss"), int(sums.pop("tokens"))
         if not math.isfinite(loss):
             culprits = [f"{name} = {value}" for name, value in sums.items() if not math.isfinite(value)]
+            why = ", ".join(culprits) or "every statistic is finite, so a weight or an advantage is too large"
             raise step_data.NonFiniteUpdateError(
-                f"optimizer step {step}: the loss is {loss}; over {tokens} tokens "
-                f"{', '.join(culprits) or 'every statistic is finite, so a weight or an advantage is too large'}"
+                f"optimizer step {step}: the loss is {loss}; over {tokens} tokens {why}"
             )
         clock = self.passes.clock
         with nullcontext() if clock is None else clock.measure("optimizer"):

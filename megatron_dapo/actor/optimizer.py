@@ -148,10 +148,8 @@ class ActorOptimizer:
             self.megatron.prepare_grads()
             grad_norm = self._grad_norm()
             if not math.isfinite(grad_norm):
-                raise NonFiniteUpdateError(
-                    f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {grad_norm}; not finite are the "
-                    f"gradients of {_name_non_finite(self.chunks)}"
-                )
+                told = f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {grad_norm}"
+                raise NonFiniteUpdateError(f"{told}; not finite are the gradients of {_name_non_finite(self.chunks)}")
             self.scheduler.step(1)
             if self.config.clip_norm > 0:
                 parameters = [one for inner in self._inner for one in inner.get_parameters()]

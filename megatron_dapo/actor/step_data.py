@@ -280,9 +280,7 @@ def _joined_routing(routing: Sequence[np.ndarray], lengths: np.ndarray) -> np.nd
     """uint8 [sum of lengths, layers, k]."""
     for at, (rows, length) in enumerate(zip(routing, lengths.tolist(), strict=True)):
         if len(rows) != length - 1:
-            raise ValueError(
-                f"Responses: response {at} has {len(rows)} rows of routing for {length} tokens with its prompt's; each "
-                "but the last needs one"
-            )
+            told = f"response {at} has {len(rows)} rows of routing for {length} tokens with its prompt's"
+            raise ValueError(f"Responses: {told}; each but the last needs one")
     last = unrouted(1, *routing[0].shape[1:])
     return np.concatenate([part for rows in routing for part in (rows, last)])

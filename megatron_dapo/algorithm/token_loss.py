@@ -90,10 +90,8 @@ def response_mean(values: Float[Tensor, " T"], columns: LossColumns) -> Float[Te
 
 def clip_stats(value: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
     """1 where a clip of `value` to [low, high] cuts the gradient of a loss that `advantages` multiply, else 0."""
-    return {
-        "clipped_low": indicator((value < low) & (advantages < 0), value),
-        "clipped_high": indicator((value > high) & (advantages > 0), value),
-    }
+    below, above = (value < low) & (advantages < 0), (value > high) & (advantages > 0)
+    return {"clipped_low": indicator(below, value), "clipped_high": indicator(above, value)}
 
 
 def indicator(condition: Tensor, like: Tensor) -> Tensor:

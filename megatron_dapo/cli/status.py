@@ -122,8 +122,7 @@ def _job_log(log: Path | None) -> str:
 
 def _show(screen: Console, folder: Path, *, clear: bool) -> bool:
     """Whether the run goes on, or may: Slurm may start it, or start it again. `clear`: a terminal first."""
-    logs = (folder / "logs").glob("slurm-*.log")
-    log = max(logs, key=lambda log: log.stat().st_mtime, default=None)
+    log = max((folder / "logs").glob("slurm-*.log"), key=lambda log: log.stat().st_mtime, default=None)
     if (folder / "logs").is_dir() and not any((folder / name).exists() for name in RUN_FILES):
         job = _job_log(log) or "its job waits in the queue, or was not submitted"
         if not clear or (log and not _may_go_on(log)):

@@ -33,10 +33,8 @@ START_DEADLINE_S = 180.0
 """For a new actor to start its process: Python and what it imports may come from a shared file system."""
 PLACE_DEADLINE_S = 60.0
 """For Ray to find another node for a server whose node is gone."""
-NO_NODE = (
-    "its node is gone, and no other node of the Ray cluster has room for rollout.tensor_parallel GPUs or CPUs; give "
-    "the cluster another. None came"
-)
+_ROOM = "no other node of the Ray cluster has room for rollout.tensor_parallel GPUs or CPUs"
+NO_NODE = f"its node is gone, and {_ROOM}; give the cluster another. None came"
 RANK_TITLE = "sglang::sched"
 """The kernel keeps 15 characters of a process's title."""
 NOT_REACHED = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
@@ -70,10 +68,8 @@ def own_engines(config: Config, logs: Path, *, gpus: Sequence[str]) -> list[Engi
         return [RemoteServer(url) for url in config.rollout.urls]
     each, servers = config.rollout.tensor_parallel, config.rollout.servers
     if gpus and servers * each > len(gpus):
-        raise PlacementError(
-            f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; there are {len(gpus)} for them "
-            "(CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1"
-        )
+        asked = f"rollout.servers x rollout.tensor_parallel = {servers * each} GPUs; there are {len(gpus)} for them"
+        raise PlacementError(f"{asked} (CUDA_VISIBLE_DEVICES); lower one of the two, e.g. rollout.servers=1")
     specs = [_spec(config, logs, at, on_gpu=bool(gpus), gpus=_share(gpus, at, each)) for at in range(servers)]
     return [LocalServer(config.rollout, spec) for spec in specs]
 
@@ -99,11 +95,9 @@ def gpus_for_servers(config: Config, gpus: Sequence[str]) -> Sequence[str]:
     # One GPU is for both: rollout.memory_fraction says how much of it the server takes.
     behind = 0 if shared or len(gpus) == trainer == each == servers == 1 else trainer
     if trainer > len(gpus) or behind + servers * each > len(gpus):
-        raise PlacementError(
-            f"actor.layout needs {trainer} GPUs and rollout.servers x rollout.tensor_parallel = {servers * each} "
-            f"{'of them' if shared else 'more'}; this machine offers {len(gpus)}; lower one of them or name running "
-            "servers in rollout.urls"
-        )
+        remedy = "lower one of them or name running servers in rollout.urls"
+        more = f"rollout.servers x rollout.tensor_parallel = {servers * each} {'of them' if shared else 'more'}"
+        raise PlacementError(f"actor.layout needs {trainer} GPUs and {more}; this machine offers {len(gpus)}; {remedy}")
     # Ranks are numbered by the names of their GPUs: `cluster.placement.by_node_and_gpu`.
     return sorted(gpus[:trainer], key=natural) if shared else gpus[behind:]
 

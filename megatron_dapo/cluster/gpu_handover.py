@@ -78,10 +78,9 @@ class GpuHandover:
         before = await self._trainer.device_memory()
         if short := [now for now in before if now.free < self._freed[now.rank]]:
             held = [f"{now.line()}, {self._freed[now.rank] / GIB:.1f} wanted back" for now in short]
-            raise MemoryNotFree(
-                "rollout servers cannot take back what they left to the trainer; set actor.offload.between_phases to "
-                "all, or lower rollout.memory_fraction:\n  " + "\n  ".join(held)
-            )
+            remedy = "set actor.offload.between_phases to all, or lower rollout.memory_fraction"
+            told = f"rollout servers cannot take back what they left to the trainer; {remedy}:"
+            raise MemoryNotFree("\n  ".join([told, *held]))
         resume = self._fleet.resume_memory(weights_only=weights_only)
         await self._waits.wait_for("memory for the servers", "rollout servers", self._deadline_s, resume)
         self.trainer_has_it = weights_only

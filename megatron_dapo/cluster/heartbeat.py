@@ -74,10 +74,8 @@ async def refuse_live_elsewhere(run_dir: RunDir) -> None:
         await asyncio.sleep(INTERVAL_S / 4)
         now = read_heartbeat(run_dir.path)
         if now is not None and now.state == "running" and now.written != before.written:
-            raise RunDirError(
-                f"run.dir = {run_dir.path}: a live run holds it (process {now.pid} on {now.host}), though its lock is "
-                "not seen here; wait for it or choose another"
-            )
+            holder = f"a live run holds it (process {now.pid} on {now.host}), though its lock is not seen here"
+            raise RunDirError(f"run.dir = {run_dir.path}: {holder}; wait for it or choose another")
 
 
 @asynccontextmanager

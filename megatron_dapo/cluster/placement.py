@@ -148,7 +148,6 @@ def _explain(first: Bundle, bundles: Sequence[Bundle], nodes: Sequence[Bundle]) 
     kinds = dict.fromkeys(bundles)
     asked = "".join(f"  {bundles.count(kind)} x {kind.what}: {kind.amounts} on one node\n" for kind in kinds)
     there = "".join(f"  {node.what}: {node.amounts}\n" for node in nodes)
-    return (
-        f"no node has room for a {first.what}. Asked for by actor.layout and rollout:\n{asked}The cluster has:\n{there}"
-        "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes."
-    )
+    told = f"no node has room for a {first.what}. Asked for by actor.layout and rollout"
+    remedy = "Lower actor.layout, rollout.servers or rollout.tensor_parallel, or give the job more nodes."
+    return f"{told}:\n{asked}The cluster has:\n{there}{remedy}"

@@ -113,10 +113,8 @@ class Cluster:
 def check_memory(processes: int, total: int) -> None:
     """PlacementError if so many trainer processes cannot fit into `total` bytes of memory, whatever the model."""
     if processes * RANK_BYTES > total:
-        raise PlacementError(
-            f"actor.layout asks for {processes} trainer processes on this machine's CPUs: each takes at least "
-            f"{RANK_BYTES / 1e9:g} GB, and there are {total / 1e9:.0f} GB; lower actor.layout"
-        )
+        each = f"each takes at least {RANK_BYTES / 1e9:g} GB, and there are {total / 1e9:.0f} GB; lower actor.layout"
+        raise PlacementError(f"actor.layout asks for {processes} trainer processes on this machine's CPUs: {each}")
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -159,7 +157,5 @@ def _check_reachable(address: str) -> None:
                 grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
     except (OSError, grpc.FutureTimeoutError) as error:
         why = error if isinstance(error, OSError) else "something else listens"
-        raise ClusterError(
-            f"RAY_ADDRESS = {address}: no Ray answers there ({why}); start Ray's head, or unset RAY_ADDRESS for a "
-            "cluster of this run's own"
-        ) from None
+        remedy = "start Ray's head, or unset RAY_ADDRESS for a cluster of this run's own"
+        raise ClusterError(f"RAY_ADDRESS = {address}: no Ray answers there ({why}); {remedy}") from None

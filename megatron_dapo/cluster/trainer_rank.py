@@ -42,10 +42,8 @@ class GpuMemory:
     """By the rank's own allocator."""
 
     def line(self) -> str:
-        return (
-            f"rank {self.rank}: {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free, "
-            f"{self.reserved / GIB:.1f} held by the trainer"
-        )
+        free = f"{self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free"
+        return f"rank {self.rank}: {free}, {self.reserved / GIB:.1f} held by the trainer"
 
 
 WAITS = "waits for other ranks"

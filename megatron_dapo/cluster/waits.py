@@ -159,10 +159,8 @@ class Waits:
     def _stalled(self, wait: Wait) -> Stalled:
         table = "\n".join(f"  {line}" for line in self.lines())
         stacks = "\n".join(f"  {line}" for line in _stacks())
-        return Stalled(
-            f"{wait.what}: {wait.owner} gave no answer within {wait.deadline_s:g} s; open waits:\n{table}\n"
-            f"where tasks stand:\n{stacks}"
-        )
+        said = f"{wait.owner} gave no answer within {wait.deadline_s:g} s"
+        return Stalled(f"{wait.what}: {said}; open waits:\n{table}\nwhere tasks stand:\n{stacks}")
 
     def lines(self) -> list[str]:
         """Open waits, oldest first; several of one name as their oldest, with how many they are."""

@@ -107,10 +107,9 @@ class Config:
             )
         larger, smaller = max(layout.tensor, each), min(layout.tensor, each)
         if larger % smaller or layout.world_size % larger:
-            raise ConfigError(
-                f"run.mode = colocated: of actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each} "
-                "one must divide the other, and both the number of GPUs: servers and groups of ranks share nodes"
-            )
+            both = f"actor.layout.tensor = {layout.tensor} and rollout.tensor_parallel = {each}"
+            rule = "one must divide the other, and both the number of GPUs: servers and groups of ranks share nodes"
+            raise ConfigError(f"run.mode = colocated: of {both} {rule}")
 
     def at_step(self, step: int) -> "Config":
         """With the values of `rollout` that hold in rollout step `step`."""

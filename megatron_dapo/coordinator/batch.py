@@ -310,10 +310,8 @@ def check_mismatch(old: LogProbs, arrays: StepArrays, weight_version: int, limit
     judged, of = (gap.current, "") if gap.stale_share < 1 else (gap.stale, " of tokens that older weights wrote")
     mean_abs = judged.mean_abs
     if not mean_abs <= limits.mismatch_stop:  # also when it is not a number
-        raise MismatchStop(
-            f"mean |engine - trainer| log-prob{of} is {mean_abs:.3g}, above monitor.mismatch_stop = "
-            f"{limits.mismatch_stop:g}: the servers do not hold the trainer's model"
-        )
+        told = f"mean |engine - trainer| log-prob{of} is {mean_abs:.3g}, above monitor.mismatch_stop"
+        raise MismatchStop(f"{told} = {limits.mismatch_stop:g}: the servers do not hold the trainer's model")
     return gap
 
 

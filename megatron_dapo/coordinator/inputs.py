@@ -56,10 +56,8 @@ def read_inputs(config: Config) -> Inputs:
     check_actor(model, config.actor)
     check_blocks(model, config.rollout.quantization, config.rollout.tensor_parallel)
     if config.model.context_length > model.max_position_embeddings:
-        raise ConfigError(
-            f"model.context_length = {config.model.context_length}: the model at {config.model.path} knows only "
-            f"max_position_embeddings = {model.max_position_embeddings} positions; lower it"
-        )
+        known = f"the model at {config.model.path} knows only max_position_embeddings = {model.max_position_embeddings}"
+        raise ConfigError(f"model.context_length = {config.model.context_length}: {known} positions; lower it")
     from megatron_dapo.actor.weights.hf_files import SafetensorsReader  # not earlier: it imports torch
 
     with SafetensorsReader(Path(config.model.path)):

@@ -84,10 +84,8 @@ def check_resume(config: Config, inputs: Inputs, run_dir: RunDir) -> list[str]:
         saved = read_ledger(run_dir.ledger, {Event.CHECKPOINT}) if run_dir.ledger.exists() else []
         there, known = {each.step for each in run_dir.checkpoints()}, {event["rollout_step"] for event in saved}
         if reached - 1 in there - known:
-            raise LedgerError(
-                f"{run_dir.ledger}: it does not hold the checkpoint of step {reached - 1}: lines are lost; restore "
-                "the file from a copy"
-            )
+            lost = f"it does not hold the checkpoint of step {reached - 1}"
+            raise LedgerError(f"{run_dir.ledger}: {lost}: lines are lost; restore the file from a copy")
     return [
         f"{key} = {shown(now)} from here on; the run in {run_dir.path} had {shown(then)}"
         for key, (then, now) in differences(flatten_config(before), flatten_config(config)).items()

@@ -71,10 +71,8 @@ async def run_with_restarts(
             step, lost = reached, time.monotonic()
             if restarts > config.run.max_restarts:
                 raise
-            console.note(
-                f"{error}\nstarting again after rollout step {step} (restart {restarts} of run.max_restarts = "
-                f"{config.run.max_restarts} without a new checkpoint)"
-            )
+            count = f"restart {restarts} of run.max_restarts = {config.run.max_restarts} without a new checkpoint"
+            console.note(f"{error}\nstarting again after rollout step {step} ({count})")
             config = replace(config, run=replace(config.run, resume=True, resume_step=None))
 
 

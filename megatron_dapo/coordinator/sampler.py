@@ -289,10 +289,9 @@ class DynamicSampler:
                 if len(sent) < 5 * len(set(sent)):  # another file has enough
                     before, passed = len(self._flight), len(self._history.passed)
                     continue
-                raise OversamplingLimit(
-                    "hardly any prompt is left: the others are retired (algorithm.dynamic_sampling.retire_at) or in a "
-                    "pool whose share is 0; end the run, raise retire_at, or set retire_for"
-                )
+                why = "the others are retired (algorithm.dynamic_sampling.retire_at) or in a pool whose share is 0"
+                remedy = "end the run, raise retire_at, or set retire_for"
+                raise OversamplingLimit(f"hardly any prompt is left: {why}; {remedy}")
 
     def _send_next(self, rollout_step: int, weight_version: int) -> None:
         """Send the next position, or pass it over."""
@@ -358,10 +357,9 @@ class DynamicSampler:
         key = f"max_oversampling = {sampling.max_oversampling:g}" if refill else f"filter = {sampling.filter}"
         found = f"{kept} of {batch.wanted} groups after {batch.decided} prompts (algorithm.dynamic_sampling.{key})"
         if not kept:
-            raise NothingKept(
-                f"{found}: no group had both right and wrong responses; the prompts are all too hard or too easy, or "
-                f"the verifier does not fit them; verdicts: {_verdicts(batch.filtered)}"
-            )
+            why = "the prompts are all too hard or too easy, or the verifier does not fit them"
+            told = "no group had both right and wrong responses"
+            raise NothingKept(f"{found}: {told}; {why}; verdicts: {_verdicts(batch.filtered)}")
         if refill and sampling.on_limit == "stop":
             raise OversamplingLimit(f"{found}: raise the limit or set algorithm.dynamic_sampling.on_limit=train")
 

@@ -24,15 +24,13 @@ from megatron_dapo.monitor.statistics import Answers
 from megatron_dapo.storage.durable import append_lines
 
 REFLECTION = re.compile(
-    r"\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b",
-    re.I,
+    r"(?i)\b(wait|re-?check|re-?examine|re-?consider|double-check|let me (?:verify|check)|mistake|on second thought)\b"
 )
 """The response looks at what it wrote."""
 
 BACKTRACKING = re.compile(
-    r"\b(on second thought|start over|go back|try again|redo|re-?do this|that(?:'s| is) (?:wrong|not right|incorrect)"
-    r"|mistake|another approach|different approach)\b",
-    re.I,
+    r"(?i)\b(on second thought|start over|go back|try again|redo|re-?do this"
+    r"|that(?:'s| is) (?:wrong|not right|incorrect)|mistake|another approach|different approach)\b"
 )
 """The response gives up what it wrote."""
 
@@ -156,9 +154,7 @@ def write_samples(
             "response": response.text,
             **({"earlier": [asdict(turn) for turn in response.earlier]} if response.earlier else {}),
             "accuracy": response.accuracy,
-            "extracted": response.verdict.extracted,
-            "rule": response.verdict.rule,
-            "error": response.verdict.error,
+            **{key: getattr(response.verdict, key) for key in ("extracted", "rule", "error")},
             "other_accuracy": response.other_accuracy,
             "reward_shaped": response.reward_shaped,
             **({"rewards": response.verdict.rewards} if response.verdict.rewards else {}),

@@ -130,8 +130,9 @@ class VerifierChoice:
         """ConfigError if `reward.by_source` has a source that no row has."""
         for source in self._reward.by_source:
             if source not in self._sources:
-                near = nearest(source, self._sources)
-                raise ConfigError(f"reward.by_source.{source}: no prompt has this source; {near}")
+                raise ConfigError(
+                    f"reward.by_source.{source}: no prompt has this source; {nearest(source, self._sources)}"
+                )
 
 
 def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: VerifierChoice, text: TextTools) -> PromptSet:
@@ -158,10 +159,8 @@ def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: Verifi
         digest.update(json.dumps([prompt.text, prompt.answer, *environment]).encode())
     if len(spans) > 1:
         digest.update(json.dumps([[span.count, span.weight] for span in spans]).encode())
-    prompts, content_hash = tuple(reading.prompts), digest.hexdigest()
-    return PromptSet(
-        prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=content_hash, ordered=config.order
-    )
+    prompts, sha = tuple(reading.prompts), digest.hexdigest()
+    return PromptSet(prompts=prompts, spans=tuple(spans), counts=reading.counts, content_hash=sha, ordered=config.order)
 
 
 class _Reading:

@@ -139,9 +139,8 @@ class ByteLevelDecoder:
 
     def __init__(self, table: dict[int, bytes], special: frozenset[int]) -> None:
         texts = [table.get(number, b"") for number in range(max(table) + 1)]
-        self._all = pyarrow.array(texts, pyarrow.binary())
         plain = [b"" if number in special else text for number, text in enumerate(texts)]
-        self._plain = pyarrow.array(plain, pyarrow.binary())
+        self._all, self._plain = (pyarrow.array(each, pyarrow.binary()) for each in (texts, plain))
 
     def decode(self, token_ids: np.ndarray, *, skip_special_tokens: bool) -> str:
         """The text of int32 [T] ids, none of them negative.

@@ -50,8 +50,7 @@ class ResponseLog:
     def add(self, key: AnswerKey, answer: Answer) -> None:
         """One more."""
         mode, problem, sample = key
-        line = {"way": mode, "problem": problem, "sample": sample} | asdict(answer)
-        append_lines(self._file, [json.dumps(line)])
+        append_lines(self._file, [json.dumps({"way": mode, "problem": problem, "sample": sample} | asdict(answer))])
         self.known[key] = answer
 
 
@@ -79,10 +78,8 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         raise EvaluationError(f"{path} is damaged ({error}); remove {folder}, or give another --out") from None
     for key, now in json.loads(json.dumps(settings)).items():
         if before.get(key) != now:
-            raise EvaluationError(
-                f"{folder}: its responses were made with {key} = {before.get(key)}, not {now}; give another --out, or "
-                "remove that folder"
-            )
+            told = f"its responses were made with {key} = {before.get(key)}, not {now}"
+            raise EvaluationError(f"{folder}: {told}; give another --out, or remove that folder")
 
 
 def _read(path: Path) -> dict[AnswerKey, Answer]:
@@ -120,11 +117,10 @@ def newest_weights(run: Path) -> tuple[Path, int | None]:
     for version in reversed(versions(run / "weights")):
         if (run / "weights" / f"v{version}" / "config.json").is_file():
             return run / "weights" / f"v{version}", version
-    raise EvaluationError(
-        f"{run}: no weights in Hugging Face format below model/ or weights/: wait for the run's first ones (with "
-        "rollout.weight_sync=disk), or convert a checkpoint with tools/convert_checkpoint.py and name its folder "
-        "(eval --model FOLDER; tools.bisect CONFIG.yaml model.path=FOLDER)"
-    )
+    wait = "wait for the run's first ones (with rollout.weight_sync=disk)"
+    named = "(eval --model FOLDER; tools.bisect CONFIG.yaml model.path=FOLDER)"
+    convert = f"convert a checkpoint with tools/convert_checkpoint.py and name its folder {named}"
+    raise EvaluationError(f"{run}: no weights in Hugging Face format below model/ or weights/: {wait}, or {convert}")
 
 
 def evaluated_weights(run: Path) -> tuple[Path, int | None]:
@@ -182,10 +178,9 @@ def fingerprint(folder: Path) -> str:
         with SafetensorsReader(folder) as weights:
             content = (folder / "config.json").read_bytes() + weights.digest().encode()
     except (OSError, WeightsError) as error:
-        raise EvaluationError(
-            f"{folder}: no model in Hugging Face format (config.json, *.safetensors): {error}; "
-            "python -m tools.convert_checkpoint makes one of a checkpoint"
-        ) from None
+        why = f"no model in Hugging Face format (config.json, *.safetensors): {error}"
+        remedy = "python -m tools.convert_checkpoint makes one of a checkpoint"
+        raise EvaluationError(f"{folder}: {why}; {remedy}") from None
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -63,8 +63,7 @@ def check_inputs(facts: Facts) -> Iterator[Finding]:
     stops = ", ".join(f"{stop} {inputs.text.tokenizer.decode([stop])!r}" for stop in inputs.text.stop_token_ids)
     yield passed(f"{type(inputs.text.tokenizer).__name__}; a response ends at {stops}")
     yield passed(f"prompts: {inputs.prompts.summary()}; held out: {inputs.heldout.summary()}")
-    notes = remarks(facts.config, inputs.prompts, inputs.heldout)
-    yield from (warning(note, FIX["note"]) for note in notes)
+    yield from (warning(note, FIX["note"]) for note in remarks(facts.config, inputs.prompts, inputs.heldout))
 
 
 def check_disk(facts: Facts) -> Iterator[Finding]:

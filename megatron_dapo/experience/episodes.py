@@ -85,10 +85,9 @@ def turn_rules(config: Config, text: TextTools, prompts: Sequence[Prompt]) -> Ru
     for before, after in between.values():
         least = len(text.ids_behind(before + after)) + SMALLEST_ROOM
         if rollout.max_observation_tokens < least or not text.ids_behind(before + ELLIPSIS + after):
-            raise ConfigError(
-                f"rollout.max_observation_tokens = {rollout.max_observation_tokens}: set at least {least}, for an "
-                f"observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
-            )
+            shown = f"an observation in {before + '{observation}' + after!r}, of which the tokenizer must make tokens"
+            key = f"rollout.max_observation_tokens = {rollout.max_observation_tokens}"
+            raise ConfigError(f"{key}: set at least {least}, for {shown}")
     ends, longest = tuple(ids[0] for ids in end_ids), rollout.max_observation_tokens
     room = config.model.context_length - CONTEXT_RESERVE - longest
     return TurnRules(rollout.max_turns, longest, ends, between, text, room)
@@ -116,8 +115,7 @@ def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[st
 
     (first, second), (one, two), before, after, problem = ANSWERS, RESULTS, "", "", ""
     try:
-        asked = render(QUESTION)
-        seen = render(QUESTION, first, one)
+        asked, seen = render(QUESTION), render(QUESTION, first, one)
         before, _, after = seen.removeprefix(asked + first).partition(one)
         for a, b in ((first, second), (second, first)):
             if render(QUESTION, a, one, b, two) != asked + a + before + one + after + b + before + two + after:
@@ -127,10 +125,8 @@ def appended(tokenizer: Any, own: str | None, chat: bool, role: str) -> tuple[st
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         problem = f"it fails for role {role} ({type(error).__name__}: {error})"
     if problem and role == "user":
-        raise ConfigError(
-            f"data.template = chat: the model would not read what it wrote: of a conversation, {problem}; set "
-            "data.observation_template to the text between two turns"
-        )
+        why = f"the model would not read what it wrote: of a conversation, {problem}"
+        raise ConfigError(f"data.template = chat: {why}; set data.observation_template to the text between two turns")
     return appended(tokenizer, own, chat, "user") if problem else (before, after)
 
 

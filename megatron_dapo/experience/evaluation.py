@@ -145,13 +145,8 @@ class Evaluator:
         """Response number `sample` to problem number `at`, judged; `group` names its requests."""
         prompt = self.prompts[at]
         place = f"held-out {prompt.place}"
-        request = GenerationRequest(
-            request_id=f"{group}-{sample}.",
-            group_id=group,
-            prompt_ids=prompt.ids,
-            sampling=sampling,
-            seed=response_seed(self._seed, -1 - at, sample),
-        )
+        own, seed = f"{group}-{sample}.", response_seed(self._seed, -1 - at, sample)
+        request = GenerationRequest(request_id=own, group_id=group, prompt_ids=prompt.ids, sampling=sampling, seed=seed)
         play = Play.of(prompt, request, self._responder.rules)
 
         async def turn(place: str, request: GenerationRequest) -> Generation:

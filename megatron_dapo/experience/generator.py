@@ -225,12 +225,9 @@ class GroupGenerator:
 
     def _group_of(self, position: int, weight_version: int, responses: tuple[ScoredResponse, ...]) -> ScoredGroup:
         index = self.prompt_at(position)
+        ids = self._prompts[index].ids
         return ScoredGroup(
-            position=position,
-            prompt_index=index,
-            prompt_ids=self._prompts[index].ids,
-            weight_version=weight_version,
-            responses=responses,
+            position=position, prompt_index=index, prompt_ids=ids, weight_version=weight_version, responses=responses
         )
 
     async def _turn(self, place: str, request: GenerationRequest) -> Generation:
@@ -258,13 +255,9 @@ class GroupGenerator:
         for at, verdict in enumerate(verdicts):
             raw[at] = raw[at] if verdict.reward is None else verdict.reward
             raw[at] += plays[at].turn_rewards if self._algorithm.turn_rewards else 0.0
+        lengths = torch.tensor([answer.drawn for answer in answers])
         shaped = shaped_rewards(
-            raw,
-            torch.tensor([answer.drawn for answer in answers]),
-            shape=overlong.shape,
-            max_length=longest,
-            buffer=overlong.buffer,
-            factor=overlong.factor,
+            raw, lengths, shape=overlong.shape, max_length=longest, buffer=overlong.buffer, factor=overlong.factor
         ).tolist()
         return tuple(
             ScoredResponse(

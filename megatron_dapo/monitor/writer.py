@@ -40,19 +40,15 @@ def check_wandb(config: WandbConfig) -> None:
     if config.mode == "off":
         return
     if importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; install it (pip install "
-            "'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
-        )
+        remedy = "install it (pip install 'megatron-dapo[wandb]') or set monitor.wandb.mode=off"
+        raise ConfigError(f"monitor.wandb.mode = {config.mode}: the package wandb is not installed; {remedy}")
     # As wandb itself, which brings it, looks for a login.
     from requests.utils import get_netrc_auth
 
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if config.mode == "online" and not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(host)):
-        raise ConfigError(
-            "monitor.wandb.mode = online: no key; run `wandb login`, set WANDB_API_KEY, or set "
-            "monitor.wandb.mode=offline and send the run later with `wandb sync`"
-        )
+        remedy = "run `wandb login`, set WANDB_API_KEY, or set monitor.wandb.mode=offline"
+        raise ConfigError(f"monitor.wandb.mode = online: no key; {remedy} and send the run later with `wandb sync`")
 
 
 class WandbMirror(AbstractContextManager["WandbMirror"]):
@@ -76,17 +72,9 @@ class WandbMirror(AbstractContextManager["WandbMirror"]):
         if not file.exists():
             file.write_text(uuid.uuid4().hex[:12] + "\n")
         try:
-            self._run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=config.name or run_dir.name,
-                id=file.read_text().strip(),
-                resume="allow",
-                mode=config.mode,
-                dir=str(run_dir),
-                config=dict(settings),
-                settings=quiet,
-            )
+            named = {"project": config.project, "entity": config.entity, "name": config.name or run_dir.name}
+            place = {"id": file.read_text().strip(), "resume": "allow", "mode": config.mode, "dir": str(run_dir)}
+            self._run = wandb.init(**named, **place, config=dict(settings), settings=quiet)
         except wandb.errors.Error as error:
             raise ConfigError(f"monitor.wandb: {error}; set monitor.wandb.mode=offline to go on without it") from None
         self._run.define_metric("rollout_step")

@@ -135,8 +135,7 @@ def least_recompute(case: Scenario) -> Recompute:
     layout, room = case.config.actor.layout, (1 - SPARE) * trainer_room(case)["update"]
     chunk = case.hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))
     amounts: list[Recompute] = ["none", *range(1, chunk), "full"]
-    parts: list[Recompute] = [("mlp",)]
-    parts = _PARTS[: 1 if case.config.actor.routing_replay else 3] if case.hf.experts else parts
+    parts: list[Recompute] = _PARTS[: 1 if case.config.actor.routing_replay else 3] if case.hf.experts else [("mlp",)]
     lengths = np.array(next(groups(case.workload, seed=0)).lengths) + round(case.workload.mean_prompt)
 
     def fits(amount: Recompute) -> bool:

@@ -56,13 +56,9 @@ def rank_state(hf: HFModelConfig, actor: ActorConfig, dtype: str, *, stage: int)
         owned = math.ceil((trained - experts) / (layout.data * layout.context) + experts / layout.expert_replicas)
     # Weights that are float32 already are their own master weights.
     master_bytes, moment_bytes = STATE_BYTES[actor.optimizer.compact]
-    masters = owned if dtype != "float32" and not actor.lora.rank else 0
-    return StateBytes(
-        parameters=parameters,
-        gradients=trained * GRADIENT_BYTES,
-        master_weights=masters * master_bytes,
-        moments=owned * moment_bytes,
-    )
+    masters = owned * master_bytes if dtype != "float32" and not actor.lora.rank else 0
+    gradients, moments = trained * GRADIENT_BYTES, owned * moment_bytes
+    return StateBytes(parameters=parameters, gradients=gradients, master_weights=masters, moments=moments)
 
 
 def stage_parameters(hf: HFModelConfig, layout: LayoutConfig, stage: int) -> int:

@@ -177,15 +177,13 @@ class RolloutStep:
     """
 
     def __init__(self, fleet: Fleet, source: Iterator[Group], carried: Sequence[Carried]) -> None:
-        self.fleet = fleet
-        self.source = source
+        self.fleet, self.source = fleet, source
         self.flight: deque[tuple[Group, int]] = deque()
         self.kept: list[Group] = []
         self.seconds = self._full_until = 0.0
         self.tokens = self.groups = 0
-        self._clock = 0.0
+        self._clock = self._context = 0.0
         self._running: list[tuple[float, int, int]] = []
-        self._context = 0.0
         self._waiting: deque[tuple[int, int, int]] = deque()
         self._left: list[int] = []
         for group, unfinished in carried:

@@ -88,14 +88,13 @@ class StepPlan:
         return self.trained_tokens / self.seconds / self.gpus
 
 
-def rollouts(case: Scenario, memory: ServerMemory, *, steps: int = 2, seed: int = 0) -> list[RolloutStep]:
+def rollouts(case: Scenario, memory: ServerMemory, *, steps: int = 2) -> list[RolloutStep]:
     """`steps` rollout steps, simulated after `WARM_STEPS`; `memory`, of one GPU of a server, says how many responses
     fit. Of the trainer nothing matters here."""
     # In async mode what is left when a batch is full belongs to the tail, which the training hides.
     interrupts = case.config.run.mode != "async" and not case.config.rollout.deterministic
-    source, fleet = groups(case.workload, seed), fleet_of(case, memory)
-    filled = fill_batches(case.config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)
-    return filled[WARM_STEPS:]
+    source, fleet = groups(case.workload, seed=0), fleet_of(case, memory)
+    return fill_batches(case.config.algorithm, fleet, source, WARM_STEPS + steps, interrupts=interrupts)[WARM_STEPS:]
 
 
 def plan_step(case: Scenario, filled: Sequence[RolloutStep], *, every: int = 1) -> StepPlan:

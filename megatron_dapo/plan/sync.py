@@ -98,8 +98,5 @@ def host_bytes(case: Scenario) -> dict[str, float]:
         return {"first ranks of stages: the weights that servers hold": case.model_bytes * here}
     if case.weight_sync != "disk":
         return {}
-    file = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case)
-    return {
-        "rank 0: one file of an export and one tensor": file,
-        "page cache that one weight version fills": case.model_bytes,
-    }
+    file, whole = min(case.model_bytes, EXPORT_FILE_BYTES) + 2 * largest_parameter(case), case.model_bytes
+    return {"rank 0: one file of an export and one tensor": file, "page cache that one weight version fills": whole}

@@ -203,8 +203,7 @@ def _neighbour_seconds(case: Scenario, layers: float, *, update: bool) -> float:
 def slow_flops(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:
     """What a token's forward loses in its experts, to grouped products and the busiest rank, as FLOPs of dense products
     that would take as long; 0 for a dense model."""
-    experts = hf.experts
-    if experts is None:
+    if (experts := hf.experts) is None:
         return 0.0
     own = 2 * hf.num_layers * experts.top_k * 3 * hf.hidden_size * experts.ffn_hidden_size
     return own * (constants.imbalance(layout) / constants.expert_efficiency - 1)
@@ -213,8 +212,7 @@ def slow_flops(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) 
 def exchange_seconds(hf: HFModelConfig, layout: LayoutConfig, constants: Calibration) -> float:
     """Of a token and layer on a rank, to its experts and back; 0 for a dense model. Each copy goes to one
     expert-parallel rank, which may be on another node, and from there to those that have the expert's other parts."""
-    experts = hf.experts
-    if experts is None:
+    if (experts := hf.experts) is None:
         return 0.0
     inside = min(1.0, constants.gpus_per_node / (layout.expert * layout.expert_tensor))
     near = inside - 1 / layout.expert + layout.expert_tensor - 1

@@ -60,13 +60,10 @@ def main() -> int:
     run_dir, deadline_s, *arguments = sys.argv[1:]
     try:
         job = Job.of(Path(run_dir).resolve(), float(deadline_s), os.environ)
-        os.environ |= {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # Ray's own choice is 15; here its workers are the trainer, as urgent as the servers beside them.
-            "RAY_worker_niceness": "0",
-            # It would kill a rank when the node's memory is nearly full, also when another job has filled it.
-            "RAY_memory_monitor_refresh_ms": "0",
-        }
+        # Ray's own niceness is 15; here its workers are the trainer, as urgent as the servers beside them. Its memory
+        # monitor would kill a rank when the node's memory is nearly full, also when another job has filled it.
+        off = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_memory_monitor_refresh_ms")
+        os.environ |= dict.fromkeys(off, "0")
         if (bound := len(os.sched_getaffinity(0))) < _cores():
             print(f"node {job.rank}: {_cores()} cores were asked for, and this step may use {bound}", file=sys.stderr)
         if job.nodes == 1:  # the run starts its own Ray, as on any machine; trainer and server may then share one GPU

@@ -132,8 +132,7 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
     if nodes < len(used):
         raise ConfigError(f"--nodes {nodes}: trainer and servers need at least {len(used)} nodes of this size")
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
-    run_dir = Path(config.run.dir).resolve()
-    cwd = Path.cwd()
+    run_dir, cwd = Path(config.run.dir).resolve(), Path.cwd()
     for text in (str(run_dir), str(file), str(cwd), *options.sbatch):
         if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
             raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
@@ -146,21 +145,17 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
     others = (cwd, run_dir, file, *map(Path, options.python_path))
     mounts = options.mounts or (mounted(config, *others) if options.container else "")
     train = ["train", str(file.resolve()), *kept, f"run.dir={run_dir}", "run.resume=true"]
+    named = {"options": options, "nodes": nodes, "gpus": gpus, "cpus": cpus, "mounts": mounts, "warn_s": warn_s}
     return text_page(
         "megatron_dapo.slurm",
         "run.sbatch.j2",
+        **named,
         quote=shlex.quote,
-        options=options,
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
         asks_gpus=any(re.match(r"--gpus|-G|--gres[= ](.*,)?(gres/)?gpu\b", line) for line in options.sbatch),
         config=file.name,
         job_name=re.sub(r"[^\w.+-]", "_", run_dir.name) or "run",
-        nodes=nodes,
-        gpus=gpus,
-        cpus=cpus,
-        warn_s=warn_s,
-        mounts=mounts,
         run_dir=str(run_dir),
         cwd=str(cwd),
         python="python" if options.container else sys.executable,

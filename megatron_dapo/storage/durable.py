@@ -156,9 +156,6 @@ def lock_folder(folder: Path) -> AcquireReturnProxy:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        raise OSError(
-            error.errno,
-            "its file system has no locks (flock), by which two runs are kept apart; have it mounted with them "
-            "(Lustre: -o flock, NFS: its lock service) or take another",
-            str(folder),
-        ) from None
+        remedy = "have it mounted with them (Lustre: -o flock, NFS: its lock service) or take another"
+        told = f"its file system has no locks (flock), by which two runs are kept apart; {remedy}"
+        raise OSError(error.errno, told, str(folder)) from None

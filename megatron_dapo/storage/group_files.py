@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +115,12 @@ def _groups(entries: Sequence[dict[str, Any]], arrays: Mapping[str, np.ndarray])
     generated = zip(*(_split(arrays[key], lengths[key]) for key in ARRAYS), strict=True)
     routed = [int(response["routed"]) for response in responses if "routed" in response]
     routing = iter(_split(arrays["routing"], routed) if routed else ())
-    return tuple(
-        ScoredGroup(
-            **{key: entry[key] for key in GROUP},
-            prompt_ids=prompt_ids,
-            responses=tuple(
-                _response(response, next(generated), next(routing) if "routed" in response else None)
-                for response in entry["responses"]
-            ),
-        )
-        for entry, prompt_ids in zip(entries, prompts, strict=True)
-    )
+    scored = (_response(each, next(generated), next(routing) if "routed" in each else None) for each in responses)
+    groups = []
+    for entry, prompt_ids in zip(entries, prompts, strict=True):
+        own = tuple(islice(scored, len(entry["responses"])))
+        groups.append(ScoredGroup(**{key: entry[key] for key in GROUP}, prompt_ids=prompt_ids, responses=own))
+    return tuple(groups)
 
 
 def _split(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

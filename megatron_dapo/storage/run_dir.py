@@ -153,10 +153,9 @@ class RunDir:
             RunDirLost: another directory, or none, is at the run directory's path.
         """
         if _identity(self.path) != self._identity:
-            raise RunDirLost(
-                f"run.dir = {self.path}: is not the directory that this run began in (was a mount lost, or the "
-                "directory moved?); what was saved stands there: bring it back and set run.resume=true"
-            )
+            why = "is not the directory that this run began in (was a mount lost, or the directory moved?)"
+            remedy = "bring it back and set run.resume=true"
+            raise RunDirLost(f"run.dir = {self.path}: {why}; what was saved stands there: {remedy}")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all. It is on disk on return, even if the machine fails."""

@@ -121,11 +121,8 @@ def _statements(response: str, prompt: str) -> Iterator[_Found]:
         box = max(boxed, fbox)
         if marker < 0 and box < 0:
             return
-        in_line = (
-            marker >= 0
-            and box - marker < LINE_LIMIT
-            and not _AROUND["line_end"].search(response, marker, max(box, marker))
-        )
+        near = marker >= 0 and box - marker < LINE_LIMIT
+        in_line = near and not _AROUND["line_end"].search(response, marker, max(box, marker))
         found = _line_statement(response, marker, marker + 6, end) if in_line else _enclosed(response, box, end)
         start = found.start if found is not None else max(marker, box)
         if found is not None and not _copied(response, start, prompt) and not is_hidden(response, start, blocks):
@@ -231,8 +228,7 @@ def _block_end(response: str, start: int, end: int) -> int:
     for opener, closer in _BLOCKS.items():
         if response.startswith(opener, start):
             return max(response.find(closer, start + len(opener), limit), start)
-    environment = _AROUND["environment"].match(response, start, limit)
-    if environment:
+    if environment := _AROUND["environment"].match(response, start, limit):
         return max(response.find(f"\\end{{{environment[1]}}}", environment.end(), limit), start)
     return start
 

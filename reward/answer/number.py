@@ -68,14 +68,11 @@ def read_number(text: str) -> Number | None:
         if found is None or (summed and start["sign"] == "-"):  # `-2+1/2`, unlike `2+1/2`, is no mixed number
             continue
         scale = _PATTERNS["scale"].match(text, found.end())
-        suffix = _read_suffix(text[(scale or found).end() :])
-        if suffix is None:
+        if (suffix := _read_suffix(text[(scale or found).end() :])) is None:
             continue
-        result = _value(found.groupdict())
-        if result is None:
+        if (result := _value(found.groupdict())) is None:
             return None
-        value, unreduced = result
-        unit, percent = suffix
+        (value, unreduced), (unit, percent) = result, suffix
         currency = WORDS["currencies"].get(start["money"] or start["debt"] or "", "")
         if currency and unit != currency:
             unit = f"{currency}/{unit}" if unit else currency

@@ -56,8 +56,7 @@ def read(text: str, *, sentences: bool = False) -> Answer:
         return Answer(text=text, body=text)
     if sentences:
         text = _without_remarks(text).strip(" ") if " " in text else text
-    number = read_number(text)
-    if number is not None:
+    if (number := read_number(text)) is not None:
         return Answer(text=text, body=text, number=number)
     if (approximation := _PATTERNS["approximation"].fullmatch(text)) and (rounded := read_number(approximation[2])):
         value = Answer(approximation[2], approximation[2], number=rounded)
@@ -112,13 +111,9 @@ def _read_equation(text: str) -> Answer:
     if len(sides) == 2 and len(sides[1]) == 1 and sides[1].isalpha() and sides[1] not in "ei" and read_number(sides[0]):
         sides.reverse()  # `5 = x`
     last, exact = read(sides[-1]), "\\approx" not in text
-    stated = [number for side in sides[:-1] if last.number and (number := read_number(side)) is not None]
-    others = [
-        one
-        for one in stated
-        if last.number
-        and not (one.equals(last.number) or (one.unit and last.number.unit and one.unit != last.number.unit))
-    ]
+    own = last.number
+    given = [number for side in sides[:-1] if own and (number := read_number(side)) is not None]
+    others = [one for one in given if own and not (one.equals(own) or (one.unit and own.unit and one.unit != own.unit))]
     name = compact(sides[0]) if len(sides) == 2 else ""
     names = _PATTERNS["tuple_of_names"].findall(name) if name.startswith("(") and name.endswith(")") else []
     if last.items and len(names) == len(last.items) and name.count(",") == len(names) - 1:

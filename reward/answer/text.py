@@ -16,10 +16,8 @@ def _table(name: str) -> dict[str, Any]:
 
 WORDS = _table("words")
 _RULES = _table("patterns")
-_FRAGMENTS = _RULES["fragments"] | {
-    "hedges": "|".join(WORDS["no_units"]["hedges"].split()),
-    "scales": "|".join(WORDS["scales"]),
-}
+_HEDGES = "|".join(WORDS["no_units"]["hedges"].split())
+_FRAGMENTS = _RULES["fragments"] | {"hedges": _HEDGES, "scales": "|".join(WORDS["scales"])}
 _FRAGMENT = re.compile(r"\(\?&(\w+)\)")
 
 

@@ -34,13 +34,8 @@ class LockError(RuntimeError):
 
 def limit(*, memory_bytes: int, cpu_s: int, file_bytes: int) -> None:
     """Bounds what the process may use up. The soft and hard limits are equal: no handler gets to see the end."""
-    for kind, amount in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_NPROC, 1),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_FSIZE: file_bytes}
+    for kind, amount in (limits | {resource.RLIMIT_NPROC: 1, resource.RLIMIT_CORE: 0}).items():
         hard = resource.getrlimit(kind)[1]
         amount = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
         resource.setrlimit(kind, (amount, amount))

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from reward.code import READS
 from reward.config import RewardConfig
@@ -64,14 +64,11 @@ class WorkerProcess:
         """What slow jobs needed before, as `needed`."""
         with theirs:
             settings = [theirs.fileno(), os.getpid(), config.memory_mb, niceness]
+            command = [sys.executable, "-m", "reward.pool.worker", *map(str, settings)]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self._log}
+            # Ctrl-C reaches a whole group; the run ends its workers itself.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "reward.pool.worker", *map(str, settings)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._log,
-                pass_fds=(theirs.fileno(),),
-                env=worker_environment(config),
-                start_new_session=True,  # Ctrl-C reaches a whole group; the run ends its workers itself
+                command, pass_fds=(theirs.fileno(),), env=worker_environment(config), start_new_session=True, **streams
             )
         self.pid = self._process.pid
 

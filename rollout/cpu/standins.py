@@ -67,9 +67,7 @@ _InterpolationMode = enum.Enum("_InterpolationMode", "NEAREST NEAREST_EXACT BILI
 _CONTENTS: dict[str, dict[str, Any]] = {
     "triton": {
         "__version__": "3.0.0",
-        "jit": _decorator,
-        "autotune": _decorator,
-        "heuristics": _decorator,
+        **dict.fromkeys(("jit", "autotune", "heuristics"), _decorator),
         "cdiv": lambda a, b: -(a // -b),
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
     },

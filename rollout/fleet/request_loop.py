@@ -304,11 +304,10 @@ class RequestLoop:
             raise ServerUnavailable(f"{member.url}/generate: cannot use the answer: {error}") from None
         short = reply.finish_reason is FinishReason.LENGTH and reply.token_ids.size < asked
         if short and reply.token_ids.size < left - CONTEXT_RESERVE:
-            raise ServerRefused(
-                f"{member.url}: cut a response off at {reply.token_ids.size} tokens of {left}: its context or KV cache "
-                "holds no more, and all longer responses would count as truncated; raise model.context_length, "
-                "rollout.memory_fraction or rollout.kv_cache_tokens, or lower rollout.max_new_tokens"
-            )
+            remedy = "raise model.context_length, rollout.memory_fraction or rollout.kv_cache_tokens"
+            why = "its context or KV cache holds no more, and all longer responses would count as truncated"
+            cut = f"cut a response off at {reply.token_ids.size} tokens of {left}"
+            raise ServerRefused(f"{member.url}: {cut}: {why}; {remedy}, or lower rollout.max_new_tokens")
         return reply
 
     def _check_vocabulary(self, request: GenerationRequest) -> None:

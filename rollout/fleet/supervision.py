@@ -202,9 +202,8 @@ class Supervisor:
             except (errors.ServerUnavailable, errors.ServerRefused) as error:
                 problem = str(error)
             if time.monotonic() > deadline:
-                raise errors.ServerStartError(
-                    f"{member.url}: not ready within {self.start_deadline_s:g} s: {problem}\n{member.engine.log_tail()}"
-                )
+                late = f"not ready within {self.start_deadline_s:g} s: {problem}"
+                raise errors.ServerStartError(f"{member.url}: {late}\n{member.engine.log_tail()}")
             await asyncio.sleep(_POLL_S)
 
     def _unfit(self, info: ServerInfo) -> str | None:
@@ -213,17 +212,13 @@ class Supervisor:
             return "rollout.deterministic needs a server with --enable-deterministic-inference"
         if info.dtype != "float32" and info.fp32_head != self.fp32_head:
             there, here = ("without", "true") if self.fp32_head else ("with", "false")
-            return (
-                f"it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: engine and "
-                "trainer would round log-probs differently; change one of the two"
-            )
+            why = "engine and trainer would round log-probs differently"
+            return f"it runs {there} --enable-fp32-lm-head, but model.fp32_head = {here}: {why}; change one of the two"
         if self.routed_experts and not info.routed_experts:
             return "actor.routing_replay needs a server with --enable-return-routed-experts"
         if self.config.on_publish == "keep" and not info.caches_responses:
-            return (
-                "rollout.on_publish = keep needs a server that keeps responses in its prefix cache: "
-                "without --disable-radix-cache, --strip-thinking-cache, --enable-deterministic-inference"
-            )
+            options = "without --disable-radix-cache, --strip-thinking-cache, --enable-deterministic-inference"
+            return f"rollout.on_publish = keep needs a server that keeps responses in its prefix cache: {options}"
         if info.speculative != self.config.speculative.algorithm.removesuffix("off"):
             there, here = info.speculative or "off", self.config.speculative.algorithm
             return f"its speculative decoding is {there}, but rollout.speculative.algorithm = {here}; make them equal"
@@ -351,16 +346,10 @@ class Supervisor:
             states = ", ".join(f"{member.url} ({member.state}: {member.reason})" for member in self.members)
             if reported is None or now - reported > self.timing.report_interval_s:
                 reported = now
-                self.report(
-                    f"all servers are down for {now - down_since:.0f} s (of {deadline_s:g} s); "
-                    f"{self.balancer.waiting} requests wait for {states}"
-                )
+                waiting = f"{self.balancer.waiting} requests wait for {states}"
+                self.report(f"all servers are down for {now - down_since:.0f} s (of {deadline_s:g} s); {waiting}")
             restarting = any(member.restart_deadline >= now for member in self.members)
             if now - down_since > deadline_s and not restarting:
                 tails = "\n".join(f"{member.url}:\n{member.engine.log_tail()}" for member in self.members)
-                self.balancer.refuse(
-                    errors.FleetLost(
-                        f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}: {states}; "
-                        f"last words:\n{tails}"
-                    )
-                )
+                told = f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}: {states}"
+                self.balancer.refuse(errors.FleetLost(f"{told}; last words:\n{tails}"))

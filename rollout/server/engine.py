@@ -11,7 +11,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -122,14 +122,9 @@ class LocalServer:
         with self.spec.log_path.open("ab") as log:
             log.write(f"\n=== {time.strftime('%F %T')} {' '.join(arguments)}\n".encode())
             log.flush()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.server.launch_server", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(),
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", "rollout.server.launch_server", *arguments]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(command, env=self._environment(), start_new_session=True, **streams)
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None

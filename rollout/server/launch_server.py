@@ -81,11 +81,9 @@ def rendezvous() -> str:
 
 def end_with_parent() -> None:
     """Asks the kernel to kill this process when its parent ends, and ends now if the parent is gone already."""
-    parent = os.environ.get(PARENT)
-    if parent is None:
-        return
-    end_with(int(parent))
-    os.environ[PARENT] = str(os.getpid())  # for those that this one spawns
+    if (parent := os.environ.get(PARENT)) is not None:
+        end_with(int(parent))
+        os.environ[PARENT] = str(os.getpid())  # for those that this one spawns
 
 
 def hide_megatron() -> None:

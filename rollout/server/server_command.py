@@ -117,11 +117,8 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, port: int) -> list
         arguments["--attention-backend"] = "triton"
         flags += [] if config.deterministic else ["--enable-deterministic-inference"]
     if spec.device == "cpu":
-        arguments |= {
-            "--attention-backend": "torch_native",
-            "--prefill-attention-backend": PREFILL_BACKEND,
-            "--decode-attention-backend": DECODE_BACKEND,
-        }
+        arguments["--attention-backend"] = "torch_native"
+        arguments |= {"--prefill-attention-backend": PREFILL_BACKEND, "--decode-attention-backend": DECODE_BACKEND}
         # On one core there is nothing to overlap: without it a token takes 15-20 % less work.
         flags.append("--disable-overlap-schedule")
         # SGLang's own choice takes a share of the machine's memory. This much never evicts a running response.

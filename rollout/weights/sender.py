@@ -51,13 +51,9 @@ class Sent:
 
     def then(self, other: "Sent") -> "Sent":
         """Both sends: of the same weights to different servers, or of different weights to the same."""
-        return Sent(
-            bytes=self.bytes + other.bytes,
-            size=self.size + other.size,
-            unchanged=self.unchanged + other.unchanged,
-            failures={**self.failures, **other.failures},
-            checksums=_merged(self.checksums, other.checksums),
-        )
+        counts = {name: getattr(self, name) + getattr(other, name) for name in ("bytes", "size", "unchanged")}
+        failures, checksums = {**self.failures, **other.failures}, _merged(self.checksums, other.checksums)
+        return Sent(**counts, failures=failures, checksums=checksums)
 
 
 def _merged(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -62,10 +62,8 @@ class _Layout:
         intermediate = config["moe_intermediate_size" if MIXTURE in config["architectures"] else "intermediate_size"]
         if info.device == "cpu":
             if heads % ranks or self.key_heads % ranks:
-                raise ValueError(
-                    f"rollout.tensor_parallel = {ranks}: must divide the model's {heads} heads and {self.key_heads} "
-                    "key heads on a CPU; SGLang would invent heads of zeros there"
-                )
+                rule = f"must divide the model's {heads} heads and {self.key_heads} key heads on a CPU"
+                raise ValueError(f"rollout.tensor_parallel = {ranks}: {rule}; SGLang would invent heads of zeros there")
             intermediate = _multiple(intermediate, _CPU_INTERMEDIATE_STEP * ranks)
         self.vocabulary, step = config["vocab_size"], _VOCABULARY_STEP
         if _multiple(self.vocabulary, step) % ranks:

@@ -212,15 +212,9 @@ class GroupTransport:
         self._world = 1 + sum(target.info.tensor_parallel for target in self.targets)
         # Torch by itself would listen on every interface.
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._store = TCPStore(
-            host,
-            listener.getsockname()[1],
-            self._world,
-            is_master=True,
-            timeout=timedelta(seconds=self._deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        port, limit = listener.getsockname()[1], timedelta(seconds=self._deadline_s)
+        options: dict[str, Any] = {"is_master": True, "timeout": limit, "wait_for_workers": False}
+        self._store = TCPStore(host, port, self._world, **options, master_listen_fd=listener.detach())
         self._group: Any = None
         # Later than the servers' deadline, so that the late server is named and not this process.
         self._own_limit = timedelta(seconds=self._deadline_s + 2 * GRACE_S)
@@ -236,13 +230,8 @@ class GroupTransport:
         while self.left:
             name = self.left.pop()
             await failures_of({url: client.destroy_weights_update_group(name) for url, client in clients.items()})
-        group = {
-            "master_address": self._host,
-            "master_port": self._store.port,
-            "world_size": self._world,
-            "group_name": self.name,
-            "backend": self._backend,
-        }
+        group = {"master_address": self._host, "master_port": self._store.port, "world_size": self._world}
+        group |= {"group_name": self.name, "backend": self._backend}
         calls, offset = {}, 1
         for target in self.targets:
             body = group | {"rank_offset": offset}
@@ -253,14 +242,10 @@ class GroupTransport:
 
     async def send(self, buffer: Tensor, bucket: Any, clients: Clients, label: str | None) -> dict[str, Failure]:
         """As `SharedMemoryTransport.send`."""
-        names = list(bucket.shapes)
-        body = {
-            "names": names,
-            "dtypes": [str(bucket.dtype_of(name)).removeprefix("torch.") for name in names],
-            "shapes": [list(shape) for shape in bucket.shapes.values()],
-            "group_name": self.name,
-            "load_format": "flattened_bucket",
-        }
+        names, shapes = list(bucket.shapes), [list(shape) for shape in bucket.shapes.values()]
+        dtypes = [str(bucket.dtype_of(name)).removeprefix("torch.") for name in names]
+        body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes}
+        body |= {"group_name": self.name, "load_format": "flattened_bucket"}
         calls = {url: one.update_weights("distributed", body, label, self._deadline_s) for url, one in clients.items()}
         return await self._beside(calls, buffer, names[0])
 
@@ -333,8 +318,8 @@ class GroupTransport:
         if failed:
             cause = f"{what} failed at {', '.join(failed)}"
         elif late:
-            cause = (
-                f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
+            cause = f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
+            cause += (
                 f"{', '.join(silent) or 'nobody'}; the trainer {'has done its part' if own.done() else 'waits in it'}"
             )
         else:

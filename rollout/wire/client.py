@@ -26,6 +26,8 @@ _ALTERING = ("quantization", "torchao_config", "enable_lora", "cpu_offload_gb")
 _FORGETFUL = ("disable_radix_cache", "strip_thinking_cache", "enable_deterministic_inference")
 _RETRY_LATER = (408, 425, 429, 499)  # 499: SGLang's, for a request that was aborted before it reached the scheduler
 _UNREADABLE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+Source = Literal["disk", "tensor", "distributed"]
+"""Where a server finds new weights, by the name of SGLang's route."""
 _PLAIN = {"Content-Type": "application/json"}
 _FRAMES = {**_PLAIN, "Accept": MEDIA_TYPE}
 """Always sent to /generate. A server that has no frames answers in JSON; the content type tells which."""
@@ -226,11 +228,7 @@ class SglangClient:
         await self._call("/resume_memory_occupation", {} if parts is None else {"tags": list(parts)}, deadline_s)
 
     async def update_weights(
-        self,
-        source: Literal["disk", "tensor", "distributed"],
-        body: Mapping[str, Any],
-        label: str | None,
-        deadline_s: float,
+        self, source: Source, body: Mapping[str, Any], label: str | None, deadline_s: float
     ) -> None:
         """Loads weights, all of them or a bucket.
 

@@ -329,10 +329,8 @@ def routing_of(reply: Reply, shape: RoutingShape, request_id: str, first: int, t
         return None
     if found is None or found.size != numbers:
         there = 0 if found is None else found.size
-        raise ValueError(
-            f"response {request_id}, tokens {first} to {tokens - 2}: {there} experts in place of {numbers}, "
-            f"{shape.top_k} in each of {shape.layers} layers"
-        )
+        wanted = f"{numbers}, {shape.top_k} in each of {shape.layers} layers"
+        raise ValueError(f"response {request_id}, tokens {first} to {tokens - 2}: {there} experts in place of {wanted}")
     rows = found.reshape(-1, shape.layers, shape.top_k)
     chosen = np.ascontiguousarray(np.moveaxis(rows, 2, 0))
     wrong = (chosen >= shape.experts).any(0)
@@ -340,8 +338,6 @@ def routing_of(reply: Reply, shape: RoutingShape, request_id: str, first: int, t
         wrong |= (chosen[:at] == chosen[at]).any(0)
     if wrong.any():
         row, layer = np.argwhere(wrong)[0].tolist()
-        raise ValueError(
-            f"response {request_id}, token {first + row}, layer {layer}: experts {rows[row, layer].tolist()}, where "
-            f"{shape.top_k} different ones of 0 .. {shape.experts - 1} belong"
-        )
+        told = f"response {request_id}, token {first + row}, layer {layer}: experts {rows[row, layer].tolist()}"
+        raise ValueError(f"{told}, where {shape.top_k} different ones of 0 .. {shape.experts - 1} belong")
     return rows

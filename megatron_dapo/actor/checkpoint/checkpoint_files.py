@@ -50,9 +50,8 @@ def state_text(
         "optimizer_steps": optimizer_steps,
         "layout": asdict(layout),
         "distributed_optimizer": distributed_optimizer,
-        "extra": extra or {},
     }
-    return json.dumps(state, indent=1)
+    return json.dumps(state | {"extra": extra or {}}, indent=1)
 
 
 def read_state(folder: Path, *, optimizer: OptimizerConfig, lora: LoraConfig, base: str = "") -> dict[str, Any]:

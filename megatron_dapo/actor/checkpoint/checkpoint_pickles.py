@@ -95,7 +95,5 @@ def _check_value(file: Path, key: str, offset: int, length: int) -> None:
 
 
 def _refusal(file: Path, names: Iterable[str]) -> str:
-    return (
-        f"{file}: would call {', '.join(sorted(names))} when it is loaded, which no checkpoint needs; it was not "
-        "loaded. Do not trust where it came from"
-    )
+    told = "it was not loaded. Do not trust where it came from"
+    return f"{file}: would call {', '.join(sorted(names))} when it is loaded, which no checkpoint needs; {told}"

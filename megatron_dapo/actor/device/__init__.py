@@ -93,8 +93,7 @@ def prepare_for(config: ActorConfig, dtype: Dtype) -> DeviceChoice:
 
         from megatron_dapo.actor.device import adam
     engine = str(get_te_version()) if HAVE_TE else None
-    found = Found(index=index, transformer_engine=engine, fused_adam=adam.fused_package())
-    choice = choose(config, dtype, found)
+    choice = choose(config, dtype, Found(index=index, transformer_engine=engine, fused_adam=adam.fused_package()))
     if not choice.fused_adam:
         adam.put_in_place()
     return choice
@@ -107,11 +106,10 @@ def _check_transformer_engine() -> None:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # libraries, versions, CUDA: each of its checks fails in a way of its own
-        raise RuntimeError(
-            "TransformerEngine is installed but cannot be imported with torch "
-            f"{torch.__version__}: {type(error).__name__}: {error}. Build it again for this torch (docs/guide.md, "
-            "section 1), or uninstall transformer-engine: training then takes PyTorch's kernels"
-        ) from error
+        why = f"{torch.__version__}: {type(error).__name__}: {error}"
+        remedy = "or uninstall transformer-engine: training then takes PyTorch's kernels"
+        how = f"Build it again for this torch (docs/guide.md, section 1), {remedy}"
+        raise RuntimeError(f"TransformerEngine is installed but cannot be imported with torch {why}. {how}") from error
 
 
 def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
@@ -135,16 +133,14 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     elif dtype == "float32":
         why_not = "TransformerEngine's attention has no packed sequences in float32"
     if config.fp8 != "none" and why_not is not None:
-        raise ValueError(
-            f"actor.fp8 = {config.fp8}: FP8 runs in TransformerEngine's layers on CUDA, and {why_not}; set actor.fp8 "
-            "to none, or install transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
-        )
+        remedy = "install transformer-engine[pytorch] on a machine with such a GPU and train in bfloat16"
+        why = f"FP8 runs in TransformerEngine's layers on CUDA, and {why_not}"
+        raise ValueError(f"actor.fp8 = {config.fp8}: {why}; set actor.fp8 to none, or {remedy}")
     if cuda and config.layout.context > 1 and dtype == "bfloat16" and why_not is not None:
-        raise ValueError(
-            f"actor.layout.context = {config.layout.context}: on CUDA this needs TransformerEngine's attention, and "
-            f"{why_not}; PyTorch's would take a mask of each sequence's tokens by its tokens. Install "
-            "transformer-engine[pytorch], or set actor.layout.context to 1"
-        )
+        needs = f"on CUDA this needs TransformerEngine's attention, and {why_not}"
+        other = "PyTorch's would take a mask of each sequence's tokens by its tokens"
+        remedy = "Install transformer-engine[pytorch], or set actor.layout.context to 1"
+        raise ValueError(f"actor.layout.context = {config.layout.context}: {needs}; {other}. {remedy}")
     ranks, lora = config.layout.data * config.layout.context, config.lora.rank > 0
     backend: Literal["gloo", "nccl"] = "nccl" if cuda else "gloo"
     fused_adam = found.fused_adam if cuda else None
@@ -153,10 +149,9 @@ def choose(config: ActorConfig, dtype: Dtype, found: Found) -> DeviceChoice:
     accumulates = dtype == "bfloat16" and not lora
     optimizer = f"FusedAdam of {fused_adam}" if fused_adam else "AdamW of this package"
     if config.optimizer.compact != "none" and fused_adam != "transformer_engine":
-        raise ValueError(
-            f"actor.optimizer.compact = {config.optimizer.compact}: this is done by TransformerEngine's FusedAdam on "
-            "CUDA, which is not there; set it to none, or install transformer-engine[pytorch] on such a machine"
-        )
+        why = "this is done by TransformerEngine's FusedAdam on CUDA, which is not there"
+        remedy = "set it to none, or install transformer-engine[pytorch] on such a machine"
+        raise ValueError(f"actor.optimizer.compact = {config.optimizer.compact}: {why}; {remedy}")
     if cuda and config.optimizer.on_cpu:
         optimizer = f"PyTorch's AdamW on the CPU, {config.threads} threads"
     local = f"PyTorch's attention on packed sequences, RMSNorm in PyTorch ({why_not})"

@@ -98,26 +98,17 @@ class _NoStream:
 
 
 def _stand_in_for_torch() -> ModuleType:
-    generator = {
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-    }
+    generator: dict[str, Any] = {"get_rng_state": _get_rng_state, "set_rng_state": _set_rng_state}
+    generator |= dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed)
     cuda = {
         **generator,
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache"), _nothing),
+        **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), _NoStream),
         "random": _Stand(torch.cuda.random, generator),
         "is_available": lambda: False,
         "current_device": lambda: CPU,
         "device_count": lambda: 1,
-        "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "current_stream": _NoStream,
-        "default_stream": _NoStream,
         "stream": lambda *args, **kwargs: contextlib.nullcontext(),
-        "Stream": _NoStream,
-        "Event": _NoStream,
     }
     parts = {"cuda": _Stand(torch.cuda, cuda), "distributed": _Stand(torch.distributed, _collectives())}
     return _Stand(torch, parts | {name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
@@ -174,14 +165,8 @@ def _collectives() -> dict[str, Any]:
                 total.copy_(summed)
         return None
 
-    return {
-        "isend": keeping(torch.distributed.isend),
-        "irecv": keeping(torch.distributed.irecv),
-        "P2POp": operation,
-        "all_to_all_single": all_to_all_single,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-    }
+    sends = {name: keeping(getattr(torch.distributed, name)) for name in ("isend", "irecv")}
+    return sends | {"P2POp": operation} | {one.__name__: one for one in (all_to_all_single, all_gather, reduce_scatter)}
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -44,14 +44,10 @@ def initialise(
         if by_store and host in LOOPBACK and GLOO_INTERFACE not in os.environ:
             os.environ[GLOO_INTERFACE] = "lo"
             stack.callback(os.environ.pop, GLOO_INTERFACE)
-        dist.init_process_group(
-            device.backend,
-            init_method=None if by_store else rendezvous,
-            store=_store(host, port, rank, world_size, timeout) if by_store else None,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
+        meeting: dict[str, Any] = {"init_method": rendezvous}
+        if by_store:
+            meeting = {"store": _store(host, port, rank, world_size, timeout)}
+        dist.init_process_group(device.backend, **meeting, rank=rank, world_size=world_size, timeout=timeout)
         # A network that does not work shows here, before anything is drawn. The other groups connect at their first
         # call: named a device above, NCCL would connect all twenty now, 0.4 GiB of the GPU each.
         dist.all_reduce(torch.ones(1, device=device.device))

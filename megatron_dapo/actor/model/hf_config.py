@@ -134,10 +134,8 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim}: must be even")
         if self.experts is not None and self.tied:
-            raise ValueError(
-                "tie_word_embeddings = True: SGLang's Qwen3-MoE has a head of its own, which nothing would set; save "
-                "the model with lm_head.weight"
-            )
+            own = "SGLang's Qwen3-MoE has a head of its own, which nothing would set"
+            raise ValueError(f"tie_word_embeddings = True: {own}; save the model with lm_head.weight")
         return self
 
     def inverse_frequencies(self) -> "torch.Tensor":
@@ -184,10 +182,9 @@ def block_problem(hf: HFModelConfig, ranks: int) -> str | None:
     shares["key and value"] = (keys, min(ranks, hf.num_query_groups))
     for what, (size, parts) in shares.items():
         if size % (parts * BLOCK):
-            return (
-                f"rounds blocks of {BLOCK} x {BLOCK}, and the model's {what} size {size} over {parts} server ranks is "
-                f"no multiple of {BLOCK}; {'lower rollout.tensor_parallel, or ' if parts > 1 else ''}set it to none"
-            )
+            shared = f"the model's {what} size {size} over {parts} server ranks"
+            remedy = f"{'lower rollout.tensor_parallel, or ' if parts > 1 else ''}set it to none"
+            return f"rounds blocks of {BLOCK} x {BLOCK}, and {shared} is no multiple of {BLOCK}; {remedy}"
     return None
 
 
@@ -228,16 +225,12 @@ def check_layout(hf: HFModelConfig, layout: LayoutConfig) -> None:
         divided.append(("expert", layout.expert, "num_experts", hf.experts.count))
         divided.append(("expert_tensor", layout.expert_tensor, "moe_intermediate_size", hf.experts.ffn_hidden_size))
         if layout.tensor > 1 and not layout.sequence_parallel:
-            raise ConfigError(
-                f"actor.layout.sequence_parallel = false: with experts and layout.tensor = {layout.tensor} each of "
-                "those ranks would send every token to the experts; set it to true"
-            )
+            told = f"layout.tensor = {layout.tensor} each of those ranks would send every token to the experts"
+            raise ConfigError(f"actor.layout.sequence_parallel = false: with experts and {told}; set it to true")
         # Megatron then sums the experts' gradients over the same ranks as the dense ones'.
         if layout.expert == 1 and layout.expert_tensor != layout.tensor:
-            raise ConfigError(
-                f"actor.layout.expert_tensor = {layout.expert_tensor}: with layout.expert = 1 it must be layout.tensor "
-                f"= {layout.tensor}; or set layout.expert above 1"
-            )
+            rule = f"with layout.expert = 1 it must be layout.tensor = {layout.tensor}; or set layout.expert above 1"
+            raise ConfigError(f"actor.layout.expert_tensor = {layout.expert_tensor}: {rule}")
     for key, ranks, name, size in divided:
         if size % ranks:
             raise ConfigError(f"actor.layout.{key} = {ranks}: must divide the model's {name} = {size}")

@@ -23,7 +23,6 @@ piece out of several, `combine` log-prob and entropy of all ranks' pieces, `grad
 T rows of logits, n of them wanted, V columns of the padded vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,12 +270,7 @@ def combine(
 
 
 def gradient_columns(
-    columns: Tensor,
-    targets: Tensor,
-    statistics: Sequence[Tensor],
-    down: Tensor,
-    spread: Tensor | None,
-    temperature: float,
+    columns: Tensor, targets: Tensor, statistics: list[Tensor], down: Tensor, spread: Tensor | None, temperature: float
 ) -> Tensor:
     """Gradient of the loss with respect to a piece's logits, [rows, columns]. Changes `columns`.
 

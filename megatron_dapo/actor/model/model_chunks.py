@@ -237,15 +237,8 @@ class HiddenStatesOutput(ColumnParallelLinear):
     @classmethod
     def of(cls, layer: ColumnParallelLinear, upcasts: bool) -> "HiddenStatesOutput":
         """In the place of `layer`, with its weight (none where that is the embedding's)."""
-        output = cls(
-            layer.input_size,
-            layer.output_size,
-            config=layer.config,
-            init_method=layer.config.init_method,
-            bias=False,
-            skip_weight_param_allocation=True,
-            tp_group=layer.tp_group,
-        )
+        given = {"config": layer.config, "init_method": layer.config.init_method, "tp_group": layer.tp_group}
+        output = cls(layer.input_size, layer.output_size, **given, bias=False, skip_weight_param_allocation=True)
         output.weight, output.upcasts = layer.weight, upcasts
         return output
 

@@ -29,13 +29,8 @@ INDEX_FILE = "model.safetensors.index.json"
 COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Of the files beside the weights: config, generation config, tokenizer, chat template."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES["F8_E4M3"] = torch.float8_e4m3fn
 """Of weights, and of FP8 ones that a run wrote for its servers. Other quantized ones mean nothing without their
 scales."""
 

@@ -260,19 +260,16 @@ def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
     def norm(name: str, size: int) -> Shards:
         return Shards(shapes={f"{name}.weight": (size,)}, dim=None)
 
-    shards = {
-        "input_layernorm.weight": norm(f"{layer}.input_layernorm", hidden),
-        "self_attention.linear_qkv.weight": heads_of("weight", hidden),
-    }
+    shards = {"input_layernorm.weight": norm(f"{layer}.input_layernorm", hidden)}
+    shards["self_attention.linear_qkv.weight"] = heads_of("weight", hidden)
     if hf.qkv_bias:
         shards["self_attention.linear_qkv.bias"] = heads_of("bias")
     if hf.qk_norm:
         for side in ("q", "k"):
             shards[f"self_attention.{side}_layernorm.weight"] = norm(f"{attention}.{side}_norm", hf.head_dim)
-    shards |= {
-        "self_attention.linear_proj.weight": Shards(shapes={f"{attention}.o_proj.weight": (hidden, queries)}, dim=1),
-        "pre_mlp_layernorm.weight": norm(f"{layer}.post_attention_layernorm", hidden),
-    }
+    output = {f"{attention}.o_proj.weight": (hidden, queries)}
+    shards["self_attention.linear_proj.weight"] = Shards(shapes=output, dim=1)
+    shards["pre_mlp_layernorm.weight"] = norm(f"{layer}.post_attention_layernorm", hidden)
     if hf.experts is None:
         return shards | {f"mlp.{part}": each for part, each in _gated_mlp(mlp, hidden, hf.ffn_hidden_size).items()}
     shards["mlp.router.weight"] = Shards(shapes={f"{mlp}.gate.weight": (hf.experts.count, hidden)}, dim=None)

@@ -32,8 +32,6 @@ class CISPO:
     def __call__(self, log_probs: Float[Tensor, " T"], columns: LossColumns) -> TokenLoss:
         ratio = importance_ratio(log_probs.detach(), columns.old_log_probs)
         weight = ratio.clamp(1 - self.low, 1 + self.high)
-        stats = {
-            "capped_low": indicator(ratio < 1 - self.low, ratio),
-            "capped_high": indicator(ratio > 1 + self.high, ratio),
-        }
+        low, high = indicator(ratio < 1 - self.low, ratio), indicator(ratio > 1 + self.high, ratio)
+        stats = {"capped_low": low, "capped_high": high}
         return TokenLoss(loss=-weight * columns.advantages * log_probs, stats=stats)
