@@ -214,11 +214,12 @@ def _all_joined(job: Job, address: str) -> str | None:
         "print(json.dumps([n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']]))"
     )
     command = [sys.executable, "-c", code, address]
-    with suppress(subprocess.SubprocessError, IndexError):  # the second: nothing was printed
+    with suppress(subprocess.SubprocessError, IndexError, ValueError):  # the latter: nothing, or more, was printed
         asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         joined = asked.stdout.strip().splitlines()[-1]
+        count = len(json.loads(joined))
         (job.folder / "joined.json").write_text(joined)
-        return joined if len(json.loads(joined)) >= job.nodes else None
+        return joined if count >= job.nodes else None
     return None
 
 

@@ -73,7 +73,7 @@ def make_suite(source: str, entry: str | None) -> Suite:
     bare = {each.id for each in nodes if isinstance(each, ast.Name) and id(each) not in bases}
     if missing := sorted((names & _MODULES) - bare):
         raise ValueError(f"the tests use {missing[0]} and do not import it: it would be the response's")
-    return Suite(source=source, entry=entry, names=tuple(sorted(names)), exceptions=names & frozenset(_expected(nodes)))
+    return Suite(source=source, entry=entry, names=tuple(sorted(names)), exceptions=frozenset(_expected(nodes)) & names)
 
 
 def _expected(nodes: Sequence[ast.AST]) -> Iterator[str]:
@@ -276,7 +276,8 @@ class _Caller:
     def _exception(self, reply: dict[str, Any]) -> Exception:
         """One of the class that the tests expect, or of Python's own or the standard library's that they may."""
         *derived, (_, nearest) = reply["raised"]
-        message, kind = str(reply["message"]), vars(builtins).get(nearest)
+        message = str(reply["message"])
+        kind: Any = vars(builtins).get(nearest)
         if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, _LOOPS):
             return TestedCodeError(f"{nearest}: {message}")
         if bases := [self._exceptions[name] for _, name in derived if name in self._exceptions]:

@@ -14,8 +14,11 @@ def option(text: str) -> str | None:
     if found is None:
         return None
     bracketed, rest = found[1] or found[2], found["rest"]
-    another = "another_label" if bracketed or OPTION["text_of_label"].match(rest) else "another"
-    if OPTION[another].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION["denied"].match(rest):
+    labels = bool(bracketed or OPTION["text_of_label"].match(rest))
+    another, denied = ("another_label", "denied_label") if labels else ("another", "denied")
+    if OPTION[another].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION[denied].match(rest):
+        return None
+    if OPTION["more"].search(rest):
         return None
     if rest.strip() and not bracketed and not OPTION["text_of_option"].match(rest):
         return None
@@ -29,6 +32,19 @@ def labelled(text: str) -> tuple[str, str] | None:
         return None
     rest = text[label.end() :]
     return None if rest[0] in "-+*/^=<>|" else (label[1] or label[2], rest)
+
+
+def _parts(text: str) -> tuple[str, str] | None:
+    label = OPTION["label"].match(text)
+    return label and (label[1] or label[2], text[label.end() :].strip(" ."))
+
+
+def _copied(text: str, prompt: str) -> str | None:
+    """The letter of the option of the prompt that the text repeats, whatever its words: `B) Neither A nor C`."""
+    stated = _parts(text)
+    return (
+        stated[0] if stated and stated in [_parts(clean(line).lstrip(" -*")) for line in prompt.splitlines()] else None
+    )
 
 
 RULE = "choice"
@@ -47,7 +63,8 @@ def judge(request: VerificationRequest) -> Judgement:
     statement = last_statement(request.response, request.prompt)
     if statement is None:
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
-    stated = {option(clean(text[:EXTRACTED_LIMIT])) for text in (statement.text, *statement.rivals)}
+    texts = [clean(text[:EXTRACTED_LIMIT]) for text in (statement.text, *statement.rivals)]
+    stated = {_copied(text, request.prompt) or option(text) for text in texts}
     extracted = clean(statement.text)[:EXTRACTED_LIMIT]
     letter = stated.pop()
     if letter is None or stated:

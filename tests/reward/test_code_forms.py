@@ -5,7 +5,8 @@ import resource
 import pytest
 
 from reward.code.values import NotPlain
-from reward.verdict import VerifierError
+from reward.verdict import VerificationRequest, VerifierError
+from reward.verifiers import code, json_answer
 from tests.reward.test_code import ADD, right
 
 NOT_RUN = [
@@ -150,3 +151,13 @@ def test_a_thread_runs_where_it_is_started():
     deep += "def depth(n): return 0 if n == 0 else 1 + depth(n - 1)\ndef main(): print(depth(20_000))\n"
     deep += "thread = threading.Thread(target=main)\nthread.start()\nthread.join()"
     assert right(deep, cases=[{"input": "", "output": "20000"}])
+
+
+def test_a_thought_that_was_cut_off_states_nothing():
+    program, value = "```python\nprint(5)\n```\n", '{"a": 1}'
+    assert code.last_program(f"<think>maybe\n{program}or not") is None
+    assert code.last_program(f"<think>hm</think>\n{program}") == "print(5)\n"
+    assert code.last_program("```python\nprint('<think>')\n```") == "print('<think>')\n"
+    for response, right_one in ((f"<think>maybe {value} or", False), (f"<think>hm</think> {value}", True)):
+        request = VerificationRequest(response=response, ground_truth='{"equals": {"a": 1}}')
+        assert json_answer.judge(request).accuracy is right_one

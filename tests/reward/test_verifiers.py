@@ -80,6 +80,12 @@ def test_the_config_refuses_an_unknown_verifier():
         *[(f"Answer: B, {text}", False) for text in ("but D is also possible", "maybe C", "could be C", "also C")],
         *[(f"Answer: B{text}", True) for text in (": 12 m/s", " \u2014 12 m/s", ": both masses", ", but C is wrong")],
         *[(f"Answer: B{text}", True) for text in (" (not C)", ", not C", "; C is wrong", " rather than C")],
+        *[(f"Answer: {text}", True) for text in ("(B) Wrong, Not wrong", "B) Cannot be determined", "(B) Incorrect")],
+        *[(f"Answer: {text}", True) for text in ("(B) Maybe", "B. either an acid or a base", "B. But C is tempting")],
+        *[(f"Answer: {text}", False) for text in ("b, c", "(b)/(c)", "Option B, option C", "B is right. C is right.")],
+        *[(f"Answer: {text}", False) for text in ("B. Actually, it's C.", "B (maybe C)", "(B) can be excluded")],
+        *[(f"Answer: {text}", False) for text in ("B-cells", "B.C.", "The answer is B. The answer is C.")],
+        ("Answer: B\n\nOn second thought, the answer is C.", False),
         *[(f"Answer: B{text}", False) for text in (" (C also works)", " (incorrect)", ": wrong", "; alternatively C")],
     ],
 )  # fmt: skip
@@ -87,6 +93,14 @@ def test_choice(response, right):
     judged = choice.judge(VerificationRequest(response=response, ground_truth="B"))
     assert judged.accuracy is right, judged
     assert choice.judge(VerificationRequest(response=response, ground_truth="(b)")).accuracy is right
+
+
+@pytest.mark.parametrize("text", ["Neither (A) nor (C)", "A > C", "P(A or C)", "$A$", "Either A or C", "A C D", "or"])
+@pytest.mark.parametrize("offered", ["(A) 1\n(B) {}\n(C) 3", "A. 1\nB. {}.\nC. 3", "- A) 1\n- B) {}\n- C) 3"])
+def test_an_option_that_names_others_is_known_from_the_prompt(text, offered):
+    for response, right in (("Answer: (B) {}", True), ("\\boxed{{\\text{{B. {}}}}}", True), ("Answer: C) {}", False)):
+        request = VerificationRequest(response=response.format(text), ground_truth="B", prompt=offered.format(text))
+        assert choice.judge(request).accuracy is right
 
 
 def test_choice_wants_a_letter_as_truth():

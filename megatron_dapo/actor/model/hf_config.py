@@ -40,6 +40,10 @@ _FIXED: Mapping[str, Any] = {
 }
 
 
+_KINDS = {"model_type": (str, "a text"), "layer_types": (list, "a list"), "rope_scaling": (dict, "an object"),
+          "rope_parameters": (dict, "an object")}  # fmt: skip
+
+
 class Llama3Scaling(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     """RoPE scaling of Llama 3.1 and later: long wavelengths are stretched by `factor`, short ones are kept."""
 
@@ -112,6 +116,9 @@ class HFModelConfig(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     def of(cls, fields: Mapping[str, Any], *, shown: str) -> "HFModelConfig":
         """The same from a config.json's content; `shown` names it in errors."""
         given = {name: value for name, value in fields.items() if value is not None}
+        for name, (kind, called) in _KINDS.items():
+            if not isinstance(given.get(name, kind()), kind):
+                raise ConfigError(f"{shown}: {name} = {given[name]!r}: must be {called}")
         rope = _rope(given)
         problems = list(_unsupported(given, rope))
         try:
