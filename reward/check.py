@@ -19,7 +19,7 @@ from reward.config import RewardConfig, ServiceConfig
 from reward.environment import ENVIRONMENTS, REMOTE, Episode, Turn, ask, load_environment
 from reward.pool.worker_process import START_LIMIT_S, worker_environment
 from reward.registry import VERIFIERS, find, load, probe, weighted
-from reward.verdict import Deferred, Judgement, VerificationRequest, VerifierError
+from reward.verdict import VerificationRequest, VerifierError, fault_of
 
 TRY_S = 5.0
 """An own verifier is tried on so many seconds of ground truths, the first ones; one of every run at least."""
@@ -148,9 +148,8 @@ def _try(name: str, kind: str, truths: Sequence[Truth]) -> None:
         except (Exception, SystemExit) as error:
             slips[-1] = f"{type(error).__name__}: {error}" if isinstance(error, TypeError | AttributeError) else ""
             continue
-        right = judged.accuracy if isinstance(judged, Judgement) else judged
-        if kind == "verifier" and not isinstance(right, Deferred | bool):
-            raise VerifierError(f"it returned {judged!r:.80}, not a Judgement of True or False, nor a bool")
+        if kind == "verifier" and (fault := fault_of(judged)):
+            raise VerifierError(f"it {fault}")
     if slips and all(slips):
         raise VerifierError(f"on every ground truth that it was tried on: {slips[-1]}")
 

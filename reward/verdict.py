@@ -70,6 +70,15 @@ class Judgement:
     rule: str
 
 
+def fault_of(judged: object) -> str | None:
+    """What is wrong with what a verifier of one's own returned; None: nothing."""
+    match judged:
+        case Judgement(accuracy=bool(), extracted=None | str(), rule=str()) | Deferred() | bool():
+            return None
+    wanted = "a Judgement (accuracy True or False, extracted a text or None, rule a text), nor a bool"
+    return f"returned {judged!r:.100}, not {wanted}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferred:
     """A fast verifier's way to say that this response needs slow work: a symbolic comparison that may never end.

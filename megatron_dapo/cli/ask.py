@@ -84,8 +84,9 @@ def _by_transformers(model: Path, tokenizer: Any, request: GenerationRequest) ->
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{model}: {error}; fetch its weights again") from None
     ids, sampling = torch.tensor(request.prompt_ids[None], dtype=torch.int64), request.sampling
-    drawn = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
-    drawn |= {"max_new_tokens": sampling.max_new_tokens, "top_p": sampling.top_p, "top_k": 0}
+    drawn: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens, "do_sample": bool(sampling.temperature)}
+    if sampling.temperature:
+        drawn |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
     ends = {"eos_token_id": list(sampling.stop_token_ids), "pad_token_id": sampling.stop_token_ids[0]}
     # As a server draws: it follows neither the model's generation_config.json nor the library's top_k of 50.
     network.generation_config = GenerationConfig(**drawn, **ends)

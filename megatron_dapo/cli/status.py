@@ -69,6 +69,8 @@ def liveness(beat: Heartbeat | None, holder: int | None, *, finished: bool, now:
     process, elsewhere = f"process {beat.pid} on {beat.host}", beat.host != socket.gethostname()
     if elsewhere and abs(age) <= STALE_S:
         return True, f"running, {process} {when}"
+    if finished:  # it was killed while it was closing
+        return False, f"finished {when}"
     unless = " (or its coordinator is stuck)" if elsewhere else ""
     sign = f"{process} gave its last sign of life {when}; look at the end of logs/, continue with {again}"
     return False, f"died without an error message{unless}: {sign}"

@@ -179,14 +179,16 @@ def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
         leaves = flatten(value) if isinstance(value, dict) else {}
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
-    at = tree
+    at: Any = tree
     for depth, part in enumerate(path[:-1], 1):
         lines.setdefault(path[:depth], f"override {override!r}")
-        if at.get(part) is None:  # also a section of the file whose keys are all commented out
+        if isinstance(at, dict) and at.get(part) is None:  # also a section whose keys are all commented out
             at[part] = {}
-        at = at[part]
-        if not isinstance(at, dict):
-            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+        at = (at if isinstance(at, dict) else dict(zip(map(str, range(len(at))), at, strict=True))).get(part)
+        if not isinstance(at, dict | list):
+            raise ConfigError(f"override {override!r}: {part} is neither a section nor an item of the list")
+    if isinstance(at, list):
+        raise ConfigError(f"override {override!r}: give a key of the item, or the whole list")
     for leaf in [(), *(tuple(key.split(".")) for key in leaves)]:
         lines[(*path, *leaf)] = f"override {override!r}"
     if value and isinstance(value, dict) and isinstance(below := at.get(path[-1]), dict):

@@ -39,14 +39,14 @@ def check_model(facts: Facts) -> Iterator[Finding]:
 
     Raises:
         ConfigError: a config.json that is not supported.
-        WeightsError: a file of weights is missing or damaged.
+        WeightsError: a file of weights is missing or damaged, or holds another model.
     """
-    from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+    from megatron_dapo.actor.weights.hf_weights import SafetensorsReader, check_weights
 
     folder = Path(facts.config.model.path)
     hf = HFModelConfig.load(folder)
-    with SafetensorsReader(folder):
-        pass
+    with SafetensorsReader(folder) as reader:
+        check_weights(reader, hf)
     yield passed(f"{model_parameters(hf) / 1e6:.1f} million parameters")
 
 

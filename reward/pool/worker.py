@@ -16,7 +16,7 @@ from reward.code.seccomp import die_with_parent
 from reward.environment import Step, Stepped, ask, load_environment, sendable
 from reward.pool.messages import HEADER, READY, Job, Reply, Result, encode_reply, needed
 from reward.registry import VERIFIERS, load
-from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, Verdict, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Deferred, Judgement, Rule, Verdict, VerifierError, fault_of
 from reward.verifiers import robust
 
 _ERROR_LIMIT = 300
@@ -102,8 +102,7 @@ def judge(job: Job) -> Result:
             return replace(judged, seconds=seconds)
         case bool():
             return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    wanted = "not a Judgement of True or False, nor a bool"
-    return _failure(job, f"verifier {name!r} returned {judged!r:.80}, {wanted}", start)
+    return _failure(job, f"verifier {name!r} {fault_of(judged)}", start)
 
 
 def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:

@@ -311,7 +311,7 @@ def check_reply(reply: Reply, *, asked: int, vocab_size: int) -> None:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"token ids {ids.min()} .. {ids.max()}, with a vocabulary of {vocab_size}")
     if not (np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all():
-        raise ValueError("log-probs that are not finite, or above 0")
+        raise ValueError("log-probs that are not finite, or above 0 (is a weight of the model not finite?)")
 
 
 def routing_of(reply: Reply, shape: RoutingShape, request_id: str, first: int, tokens: int) -> np.ndarray | None:

@@ -68,6 +68,12 @@ def test_liveness(sign, holder, now, alive, text):
     assert text in said
 
 
+def test_a_run_that_was_killed_while_it_closed_is_finished():
+    assert liveness(beat(), None, finished=True, now=1005) == (False, "finished (5.0 s ago)")
+    assert liveness(beat(), 7, finished=True, now=1001)[0]
+    assert liveness(beat(host="node-3"), None, finished=True, now=2000) == (False, "finished (17 min ago)")
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/locks"), reason="the kernel's table of locks is Linux's")
 def test_the_holder_of_the_lock_is_seen_and_its_death_too(tmp_path):
     assert lock_holder(tmp_path) is None

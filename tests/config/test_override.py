@@ -35,6 +35,17 @@ def test_an_empty_mapping_empties_what_the_file_has(file):
     assert load_config(file, ["reward.by_source.code=code"]).reward.by_source == {"math": "exact", "code": "code"}
 
 
+def test_a_key_of_an_item_of_a_list_is_named_by_its_number(file):
+    file.write_text(f"{TEXT}rollout: {{stages: [{{from_step: 2, temperature: 0.9}}, {{from_step: 3}}]}}\n")
+    stages = load_config(file, ["rollout.stages.1.temperature=0.5", "rollout.stages.0.from_step=1"]).rollout.stages
+    assert [(stage.from_step, stage.temperature) for stage in stages] == [(1, 0.9), (3, 0.5)]
+    for given in ("rollout.stages.2.temperature=1", "rollout.stages.x.temperature=1", "rollout.stages.-1.from_step=1"):
+        with pytest.raises(ConfigError, match="is neither a section nor an item of the list"):
+            load_config(file, [given])
+    with pytest.raises(ConfigError, match="give a key of the item, or the whole list"):
+        load_config(file, ["rollout.stages.0={from_step: 1}"])
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -186,6 +186,15 @@ def test_a_weight_file_that_is_cut_is_named(config):
     assert "fetch it again" in found
 
 
+def test_weights_of_another_model_are_named(config):
+    file = Path(config.model.path) / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"num_hidden_layers": fields["num_hidden_layers"] + 1}))
+    [(status, found)] = of(config_checks.check_model, config)
+    assert status is FAIL
+    assert "is missing; it must have shape" in found
+
+
 def test_tokenizer_and_data_pass_with_end_tokens_and_counts(config):
     (status, tokenizer), (_, data) = of(config_checks.check_inputs, config)
     assert status is PASS

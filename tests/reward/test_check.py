@@ -110,6 +110,10 @@ def judge(request):
 from reward.verdict import Judgement
 def judge(request): return Judgement(accuracy=0.7, extracted=None, rule="")
 """,
+    "a_number": """
+from reward.verdict import Judgement
+def judge(request): return Judgement(accuracy=True, extracted=5, rule="")
+""",
     "unknown": "def judge(request): return nobody",
     "reads": "import sys\nsys.stdin.read()\ndef judge(request): return True",
     "threads": """
@@ -134,8 +138,9 @@ def judge(request): return True
         ("reads", ["1"], ""),
         ("threads", ["1"], ""),
         ("sometimes", ["0", "1"], ""),
-        ("a_dict", ["1"], "it returned {'score': 1.0}, not a Judgement of True or False, nor a bool"),
-        ("points", ["1"], "it returned Judgement(accuracy=0.7, extracted=None, rule=''), not a Judgement of True"),
+        ("a_dict", ["1"], "it returned {'score': 1.0}, not a Judgement (accuracy True or False, extracted a text"),
+        ("points", ["1"], "it returned Judgement(accuracy=0.7, extracted=None, rule=''), not a Judgement (accuracy"),
+        ("a_number", ["1"], "it returned Judgement(accuracy=True, extracted=5, rule=''), not a Judgement (accuracy"),
         ("hangs", ["1"], "no verdict on a ground truth in reward.timeout_s = 5\nTimeout (0:00:05)"),
     ],
 )

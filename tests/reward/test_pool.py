@@ -20,7 +20,7 @@ from reward.verdict import EXTRACTED_LIMIT, PoolError, Verdict, VerificationRequ
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
-NO_VERDICT = ", not a Judgement of True or False, nor a bool"
+NO_VERDICT = ", not a Judgement (accuracy True or False, extracted a text or None, rule a text), nor a bool"
 SCORE = "Judgement(accuracy=0.7, extracted=None, rule='own')"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
+from megatron_dapo.actor.weights.hf_weights import check_weights, hf_shapes
 from megatron_dapo.actor.weights.lora import adapter_files, adapter_shards
 from megatron_dapo.config.actor_config import LoraConfig
 from megatron_dapo.config.base import ConfigError
@@ -28,7 +28,7 @@ class Adapters:
         self.source, self.base, self.lora = source, base, LoraConfig(**extra["lora"])
         hf = HFModelConfig.load(base)
         with SafetensorsReader(base) as weights:
-            weights.check(hf_shapes(hf), ignored=no_parameters(hf))
+            check_weights(weights, hf)
             if weights.digest() != extra["base"]:
                 raise ConfigError(f"{source}: its adapters were trained on other weights than {base}'s; give --base")
             self.dtypes = {name: weights.dtype(name) for name in hf_shapes(hf)}

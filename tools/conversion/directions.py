@@ -31,7 +31,7 @@ from megatron_dapo.actor.weights.hf_files import (
     copy_companions,
     partial_folder,
 )
-from megatron_dapo.actor.weights.hf_weights import hf_shapes, no_parameters
+from megatron_dapo.actor.weights.hf_weights import check_weights, hf_shapes
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from tools.conversion.adapters import Adapters
@@ -62,7 +62,7 @@ def to_megatron(
     check_layout(hf, layout_for(hf, tensor))
     parameters = stored_parameters(hf)
     with SafetensorsReader(source) as reader:
-        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
+        check_weights(reader, hf)
         dtype = written_dtype({name: reader.dtype(name) for name in hf_shapes(hf)}, source, dtype)
     extra = extra_state_keys(parameters)
     total = sum(math.prod(stored.shape(tensor)) for stored in parameters) * dtype.itemsize

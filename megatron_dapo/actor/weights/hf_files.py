@@ -109,6 +109,9 @@ class SafetensorsReader:
             file = self._places[extra[0]].file.name
             raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
     def dtype(self, name: str) -> torch.dtype:
         return self._places[name].dtype
 

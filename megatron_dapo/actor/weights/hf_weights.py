@@ -43,14 +43,13 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf: HFModelConfig, folder
     weights must be told afterwards (`reload_model_params`). No rank waits for another.
 
     Raises:
-        WeightsError: a tensor of the model is missing, has another shape, or the folder has one that is not the
-        model's.
+        WeightsError: the folder does not hold the model (`check_weights`).
     """
     shards_of = model_shards(hf)
     dense = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     of_expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     with SafetensorsReader(folder) as reader, torch.no_grad():
-        reader.check(hf_shapes(hf), ignored=no_parameters(hf))
+        check_weights(reader, hf)
         for name, parameter in named_parameters(chunks, hf):
             if ".lora." not in name:
                 shards = shards_of[name]
@@ -240,11 +239,27 @@ def hf_shapes(
     return quantized_shapes(shapes) if quantize else shapes
 
 
-def no_parameters(hf: HFModelConfig) -> set[str]:
-    """Tensors that a folder may hold besides: old exports have the head of a tied model, or each layer's rotary
-    frequencies."""
-    names = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf.num_layers)}
-    return names | ({"lm_head.weight"} if hf.tied else set())
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_ROWS = 1024
+
+
+def check_weights(reader: SafetensorsReader, hf: HFModelConfig) -> None:
+    """Whether the files hold the model of config.json. Old exports also have the head of a tied model, or each layer's
+    rotary frequencies.
+
+    Raises:
+        WeightsError: a tensor is missing, has another shape or no place in the model; or the model is tied, and its
+            files have a head of its own, which nothing would read.
+    """
+    shapes = hf_shapes(hf)
+    if has_head := hf.tied and HEAD in reader:
+        shapes[HEAD] = shapes[EMBEDDING]
+    reader.check(shapes, ignored={f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(hf.num_layers)})
+    if has_head:
+        head, embedding = (reader.read(name, 0, 0, min(COMPARED_ROWS, hf.vocab_size)) for name in (HEAD, EMBEDDING))
+        if not torch.equal(head, embedding):
+            told = f"config.json says tie_word_embeddings = true, but {HEAD} differs from {EMBEDDING}"
+            raise WeightsError(f"{told}; set it to false there, or leave {HEAD} out")
 
 
 def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:

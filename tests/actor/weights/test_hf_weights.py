@@ -231,6 +231,10 @@ def test_the_head_that_some_tied_models_store_is_accepted(gloo, models, tmp_path
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     assert gloo(1, try_to_load, tmp_path) == ["no error"]
+    tensors["lm_head.weight"][3] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    [error] = gloo(1, try_to_load, tmp_path)
+    assert "tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight" in error
 
 
 def test_a_folder_without_weights_is_refused(gloo, models, tmp_path):
