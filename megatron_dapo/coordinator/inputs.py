@@ -60,8 +60,8 @@ def read_inputs(config: Config) -> Inputs:
         raise ConfigError(f"model.context_length = {config.model.context_length}: {known} positions; lower it")
     from megatron_dapo.actor.weights.hf_files import SafetensorsReader  # not earlier: it imports torch
 
-    with SafetensorsReader(Path(config.model.path)):
-        pass  # a file that is missing or cut is known by now
+    with SafetensorsReader(Path(config.model.path)) as reader:  # a file that is missing or cut is known by now
+        reader.check_head(tied=model.tied)
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     thinking = thinking_limit(config.rollout, text)
     prompts, heldout = read_problems(config, text)

@@ -7,6 +7,7 @@ tells versions apart. The responses so far are on disk as soon as each is judged
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -176,7 +177,9 @@ def fingerprint(folder: Path) -> str:
     """
     try:
         with SafetensorsReader(folder) as weights:
-            content = (folder / "config.json").read_bytes() + weights.digest().encode()
+            content = (folder / "config.json").read_bytes()
+            weights.check_head(tied=re.search(rb'"tie_word_embeddings"\s*:\s*true', content) is not None)
+            content += weights.digest().encode()
     except (OSError, WeightsError) as error:
         why = f"no model in Hugging Face format (config.json, *.safetensors): {error}"
         remedy = "python -m tools.convert_checkpoint makes one of a checkpoint"

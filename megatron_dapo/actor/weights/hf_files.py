@@ -64,6 +64,10 @@ class TensorPlace:
             raise WeightsError(f"{self.file.name}: a tensor ends with the file, which became shorter meanwhile")
 
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_ROWS = 1024
+
+
 class SafetensorsReader:
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
@@ -109,8 +113,17 @@ class SafetensorsReader:
             file = self._places[extra[0]].file.name
             raise WeightsError(f"{file}: tensor {extra[0]} ({len(extra)} in all) has no place in the model")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
+    def check_head(self, *, tied: bool) -> bool:
+        """Whether a tied model's files hold its embedding also as a head. Raises WeightsError for another head, which
+        nothing would read."""
+        if not (tied and HEAD in self._places and EMBEDDING in self._places):
+            return False
+        shapes = [self._places[name].shape for name in (HEAD, EMBEDDING)]
+        parts = [self.read(name, 0, 0, min(shapes[0][0], COMPARED_ROWS)) for name in (HEAD, EMBEDDING)]
+        if shapes[0] != shapes[1] or not torch.equal(*parts):
+            told = f"config.json says tie_word_embeddings = true, but {HEAD} differs from {EMBEDDING}"
+            raise WeightsError(f"{self._listing}: {told}; set it to false there, or leave {HEAD} out")
+        return True
 
     def dtype(self, name: str) -> torch.dtype:
         return self._places[name].dtype

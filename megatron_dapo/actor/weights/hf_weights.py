@@ -18,7 +18,7 @@ from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import to_pageable
 from megatron_dapo.actor.weights.buckets import plan_buckets
-from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
+from megatron_dapo.actor.weights.hf_files import HEAD, FolderPlan, SafetensorsReader, WeightsError, partial_folder
 from megatron_dapo.actor.weights.quantize import quantized, quantized_shapes
 from megatron_dapo.actor.weights.shards import Shards
 
@@ -239,10 +239,6 @@ def hf_shapes(
     return quantized_shapes(shapes) if quantize else shapes
 
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-COMPARED_ROWS = 1024
-
-
 def check_weights(reader: SafetensorsReader, hf: HFModelConfig) -> None:
     """Whether the files hold the model of config.json. Old exports also have the head of a tied model, or each layer's
     rotary frequencies.
@@ -251,15 +247,8 @@ def check_weights(reader: SafetensorsReader, hf: HFModelConfig) -> None:
         WeightsError: a tensor is missing, has another shape or no place in the model; or the model is tied, and its
             files have a head of its own, which nothing would read.
     """
-    shapes = hf_shapes(hf)
-    if has_head := hf.tied and HEAD in reader:
-        shapes[HEAD] = shapes[EMBEDDING]
-    reader.check(shapes, ignored={f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(hf.num_layers)})
-    if has_head:
-        head, embedding = (reader.read(name, 0, 0, min(COMPARED_ROWS, hf.vocab_size)) for name in (HEAD, EMBEDDING))
-        if not torch.equal(head, embedding):
-            told = f"config.json says tie_word_embeddings = true, but {HEAD} differs from {EMBEDDING}"
-            raise WeightsError(f"{told}; set it to false there, or leave {HEAD} out")
+    besides = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf.num_layers)}
+    reader.check(hf_shapes(hf), ignored=besides | ({HEAD} if reader.check_head(tied=hf.tied) else set()))
 
 
 def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:

@@ -235,6 +235,10 @@ def test_the_head_that_some_tied_models_store_is_accepted(gloo, models, tmp_path
     save_file(tensors, tmp_path / "model.safetensors")
     [error] = gloo(1, try_to_load, tmp_path)
     assert "tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight" in error
+    from megatron_dapo.diagnostics.evaluation_session import EvaluationError, fingerprint
+
+    with pytest.raises(EvaluationError, match="tie_word_embeddings = true, but"):
+        fingerprint(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(gloo, models, tmp_path):
