@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_dapo.actor.actor import MegatronActor
 from megatron_dapo.actor.device.process_groups import gather_objects
-from megatron_dapo.actor.weights.hf_weights import hf_shapes
+from megatron_dapo.actor.weights.model_tensors import hf_shapes
 from rollout.weights.checksums import Checksums, ChecksumStream
 from rollout.weights.sender import GroupCache, Sent, Turns, WeightSender
 from rollout.weights.transport import SendRequest

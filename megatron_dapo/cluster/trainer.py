@@ -16,7 +16,6 @@ from megatron_dapo.actor import step_data
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.packing import plan_for_actor
 from megatron_dapo.actor.step_data import LogProbs, MiniBatch, Responses, UpdateMetrics
-from megatron_dapo.actor.weights.hf_files import WeightsError
 from megatron_dapo.algorithm.policy_loss import Objective
 from megatron_dapo.cluster.placement import Placement, by_node_and_gpu
 from megatron_dapo.cluster.trainer_rank import WAITS, GpuMemory, TrainerRank, read_count, state_of, write_count
@@ -55,12 +54,6 @@ class Diverged(TrainerError):
 
 class CheckpointUnreadable(TrainerError):
     """A file of the checkpoint that the ranks were to load is missing or damaged."""
-
-
-class ModelRefused(TrainerError):
-    """The files of weights hold another model than config.json describes, or are damaged."""
-
-    exit_code = 2
 
 
 class TrainerStalled(Stalled):
@@ -271,8 +264,6 @@ class Trainer:
             kind = Diverged
         elif any(isinstance(cause, step_data.CheckpointDamagedError) for cause in causes.values()):
             kind = CheckpointUnreadable
-        elif any(isinstance(cause, WeightsError) for cause in causes.values()):
-            kind = ModelRefused
         elif any(isinstance(e, RayActorError) and not e.actor_init_failed for e in (*reasons.values(), *dead.values())):
             kind = TrainerLost
         return kind(f"{what} failed\n" + "\n".join(lines) + f"\nlogs: {self._run_dir / 'logs'}/trainer-rank*.log")

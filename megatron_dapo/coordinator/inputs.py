@@ -59,9 +59,10 @@ def read_inputs(config: Config) -> Inputs:
         known = f"the model at {config.model.path} knows only max_position_embeddings = {model.max_position_embeddings}"
         raise ConfigError(f"model.context_length = {config.model.context_length}: {known} positions; lower it")
     from megatron_dapo.actor.weights.hf_files import SafetensorsReader  # not earlier: it imports torch
+    from megatron_dapo.actor.weights.model_tensors import check_weights
 
     with SafetensorsReader(Path(config.model.path)) as reader:  # a file that is missing or cut is known by now
-        reader.check_head(tied=model.tied)
+        check_weights(reader, model)
     text = load_text_tools(config.model.path, config.model.stop_token_ids)
     thinking = thinking_limit(config.rollout, text)
     prompts, heldout = read_problems(config, text)

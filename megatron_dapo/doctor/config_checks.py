@@ -41,7 +41,8 @@ def check_model(facts: Facts) -> Iterator[Finding]:
         ConfigError: a config.json that is not supported.
         WeightsError: a file of weights is missing or damaged, or holds another model.
     """
-    from megatron_dapo.actor.weights.hf_weights import SafetensorsReader, check_weights
+    from megatron_dapo.actor.weights.hf_files import SafetensorsReader
+    from megatron_dapo.actor.weights.model_tensors import check_weights
 
     folder = Path(facts.config.model.path)
     hf = HFModelConfig.load(folder)

@@ -35,7 +35,7 @@ def write_random_model(folder: Path, *, max_file_bytes: int = 10**9, **overrides
     from megatron_dapo.actor.device import prepare
 
     prepare("cpu")
-    from megatron_dapo.actor.weights.hf_weights import hf_shapes
+    from megatron_dapo.actor.weights.model_tensors import hf_shapes
 
     fields = dict(FIELDS) | overrides
     shapes = hf_shapes(HFModelConfig.of(fields, shown="a random model"))

@@ -185,7 +185,8 @@ def test_stages_share_the_model_out(tmp_path):
 
 
 def stage_names(place, folder: Path, layout: dict) -> list[str]:
-    from megatron_dapo.actor.weights.hf_weights import hf_shapes, stage_shards
+    from megatron_dapo.actor.weights.hf_weights import stage_shards
+    from megatron_dapo.actor.weights.model_tensors import hf_shapes
     from tests.actor.ranks import build
 
     torch.manual_seed(0)

@@ -243,7 +243,7 @@ def mistral(tmp_path, monkeypatch) -> Path:
 
 def test_the_family_is_read_and_its_sliding_window_refused(mistral) -> None:
     from megatron_dapo.actor.model.hf_config import HFModelConfig
-    from megatron_dapo.actor.weights.hf_weights import hf_shapes
+    from megatron_dapo.actor.weights.model_tensors import hf_shapes
     from megatron_dapo.config.base import ConfigError
 
     shape = HFModelConfig.load(mistral)

@@ -78,7 +78,8 @@ def _optimizer(model: Path, *, transformer_engine: bool) -> Any:
 
 def _same_names(hf: Any, *optimizers: Any) -> list[str]:
     """Our names of parameters with the shapes that the shards of a rank have, if both sides give the same."""
-    from megatron_dapo.actor.weights.hf_weights import model_shards, named_parameters
+    from megatron_dapo.actor.weights.hf_weights import named_parameters
+    from megatron_dapo.actor.weights.model_tensors import model_shards
 
     one, other = (
         {name: list(parameter.shape) for name, parameter in named_parameters(optimizer.chunks, hf)}

@@ -207,7 +207,8 @@ def _replace_files(config: Config, hf: HFModelConfig) -> None:
 
 
 def _names_by_stage(hf: HFModelConfig, layout: LayoutConfig) -> list[set[str]]:
-    from megatron_dapo.actor.weights.hf_weights import model_shards, place_of
+    from megatron_dapo.actor.weights.hf_weights import place_of
+    from megatron_dapo.actor.weights.model_tensors import model_shards
 
     found: list[set[str]] = [set() for _ in range(layout.pipeline)]
     layers = hf.num_layers // (layout.pipeline * (layout.virtual_pipeline or 1))

@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import check_weights, hf_shapes
 from megatron_dapo.actor.weights.lora import adapter_files, adapter_shards
+from megatron_dapo.actor.weights.model_tensors import check_weights, hf_shapes
 from megatron_dapo.config.actor_config import LoraConfig
 from megatron_dapo.config.base import ConfigError
 from tools.conversion.megatron_files import CheckpointReader

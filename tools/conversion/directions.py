@@ -31,7 +31,7 @@ from megatron_dapo.actor.weights.hf_files import (
     copy_companions,
     partial_folder,
 )
-from megatron_dapo.actor.weights.hf_weights import check_weights, hf_shapes
+from megatron_dapo.actor.weights.model_tensors import check_weights, hf_shapes
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
 from tools.conversion.adapters import Adapters

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import FUSED_NORMS, LAYER_NAME, model_shards
+from megatron_dapo.actor.weights.hf_weights import FUSED_NORMS, LAYER_NAME
+from megatron_dapo.actor.weights.model_tensors import model_shards
 from megatron_dapo.actor.weights.shards import Shards
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")

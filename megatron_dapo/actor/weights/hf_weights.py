@@ -18,14 +18,19 @@ from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import to_pageable
 from megatron_dapo.actor.weights.buckets import plan_buckets
-from megatron_dapo.actor.weights.hf_files import HEAD, FolderPlan, SafetensorsReader, WeightsError, partial_folder
-from megatron_dapo.actor.weights.quantize import quantized, quantized_shapes
+from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
+from megatron_dapo.actor.weights.model_tensors import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDINGS,
+    check_weights,
+    hf_shapes,
+    model_shards,
+)
+from megatron_dapo.actor.weights.quantize import quantized
 from megatron_dapo.actor.weights.shards import Shards
 
 EXPORT_FILE_BYTES = 5 * 10**9
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_HEAD = "output_layer.weight"
 LAYER_NAME = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 # In Megatron's sequence of experts, or in TransformerEngine's group; the numbers are those of a rank.
 _EXPERT_NAME = re.compile(r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<part>\w+)\.weight(?P<grouped>\d*)")
@@ -202,19 +207,6 @@ def stream_weights(
             pass  # the other ranks send all of them, also after a failure of the sink
 
 
-def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
-    """Every parameter of the whole model in its order, by Megatron's name with the global layer number."""
-    vocabulary = (hf.vocab_size, hf.hidden_size)
-    shards = {_EMBEDDING: Shards(shapes={"model.embed_tokens.weight": vocabulary})}
-    for layer in range(hf.num_layers):
-        for name, layer_shards in _layer_shards(hf, f"model.layers.{layer}").items():
-            shards[f"decoder.layers.{layer}.{name}"] = layer_shards
-    shards["decoder.final_layernorm.weight"] = Shards(shapes={"model.norm.weight": (hf.hidden_size,)}, dim=None)
-    if not hf.tied:
-        shards[_HEAD] = Shards(shapes={"lm_head.weight": vocabulary})
-    return shards
-
-
 def stage_shards(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> dict[str, Shards]:
     """Those of `model_shards` that are sent from this rank's pipeline stage. Collective over a pipeline's ranks."""
     shards, own = model_shards(hf), parallel_state.get_pipeline_model_parallel_rank()
@@ -227,70 +219,6 @@ def _stages(own: Collection[str], names: Collection[str]) -> dict[str, int]:
     the rank's parameters. Collective over a pipeline's ranks."""
     held = gather_objects({place_of(name) for name in own}, parallel_state.get_pipeline_model_parallel_group())
     return {name: next(at for at, places in enumerate(held) if place_of(name) in places) for name in names}
-
-
-def hf_shapes(
-    hf: HFModelConfig, *, quantize: bool = False, shards: Mapping[str, Shards] | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model and its shape, in the order in which `hf_tensors` yields them; `quantize`:
-    with the scales of FP8 weights. `shards`: which; None: `model_shards`."""
-    chosen = model_shards(hf) if shards is None else shards
-    shapes = {name: shape for each in chosen.values() for name, shape in each.shapes.items()}
-    return quantized_shapes(shapes) if quantize else shapes
-
-
-def check_weights(reader: SafetensorsReader, hf: HFModelConfig) -> None:
-    """Whether the files hold the model of config.json. Old exports also have the head of a tied model, or each layer's
-    rotary frequencies.
-
-    Raises:
-        WeightsError: a tensor is missing, has another shape or no place in the model; or the model is tied, and its
-            files have a head of its own, which nothing would read.
-    """
-    besides = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(hf.num_layers)}
-    reader.check(hf_shapes(hf), ignored=besides | ({HEAD} if reader.check_head(tied=hf.tied) else set()))
-
-
-def _layer_shards(hf: HFModelConfig, layer: str) -> dict[str, Shards]:
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    hidden = hf.hidden_size
-    queries, narrow = hf.num_attention_heads * hf.head_dim, hf.num_query_groups * hf.head_dim
-    heads = {"q_proj": queries, "k_proj": narrow, "v_proj": narrow}
-
-    def heads_of(kind: str, *columns: int) -> Shards:
-        shapes = {f"{attention}.{name}.{kind}": (rows, *columns) for name, rows in heads.items()}
-        return Shards(shapes=shapes, groups=hf.num_query_groups)
-
-    def norm(name: str, size: int) -> Shards:
-        return Shards(shapes={f"{name}.weight": (size,)}, dim=None)
-
-    shards = {"input_layernorm.weight": norm(f"{layer}.input_layernorm", hidden)}
-    shards["self_attention.linear_qkv.weight"] = heads_of("weight", hidden)
-    if hf.qkv_bias:
-        shards["self_attention.linear_qkv.bias"] = heads_of("bias")
-    if hf.qk_norm:
-        for side in ("q", "k"):
-            shards[f"self_attention.{side}_layernorm.weight"] = norm(f"{attention}.{side}_norm", hf.head_dim)
-    output = {f"{attention}.o_proj.weight": (hidden, queries)}
-    shards["self_attention.linear_proj.weight"] = Shards(shapes=output, dim=1)
-    shards["pre_mlp_layernorm.weight"] = norm(f"{layer}.post_attention_layernorm", hidden)
-    if hf.experts is None:
-        return shards | {f"mlp.{part}": each for part, each in _gated_mlp(mlp, hidden, hf.ffn_hidden_size).items()}
-    shards["mlp.router.weight"] = Shards(shapes={f"{mlp}.gate.weight": (hf.experts.count, hidden)}, dim=None)
-    size, numbers = hf.experts.ffn_hidden_size, range(hf.experts.count)
-    experts = [_gated_mlp(f"{mlp}.experts.{number}", hidden, size, expert=number) for number in numbers]
-    # First all of one kind: a server fuses them over the experts.
-    for part in experts[0]:
-        shards |= {f"mlp.experts.{number}.{part}": experts[number][part] for number in numbers}
-    return shards
-
-
-def _gated_mlp(mlp: str, hidden: int, ffn: int, expert: int | None = None) -> dict[str, Shards]:
-    gate_up = {f"{mlp}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-    return {
-        "linear_fc1.weight": Shards(shapes=gate_up, expert=expert),
-        "linear_fc2.weight": Shards(shapes={f"{mlp}.down_proj.weight": (hidden, ffn)}, dim=1, expert=expert),
-    }
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -311,7 +239,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> It
                     rest = f"mlp.experts.{number}.{part}.weight"
                 yield f"{prefix}{layer}.{FUSED_NORMS.get(rest, rest)}", parameter
             else:
-                yield _EMBEDDING if name == _HEAD and hf.tied else name, parameter
+                yield WORD_EMBEDDINGS if name == OUTPUT_LAYER and hf.tied else name, parameter
 
 
 def place_of(name: str) -> str:

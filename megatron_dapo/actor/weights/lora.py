@@ -33,7 +33,8 @@ from torch.nn import Module, Parameter, ParameterDict
 from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import to_host
 from megatron_dapo.actor.weights.hf_files import SafetensorsReader
-from megatron_dapo.actor.weights.hf_weights import hf_tensors, model_shards, named_parameters, place_of
+from megatron_dapo.actor.weights.hf_weights import hf_tensors, named_parameters, place_of
+from megatron_dapo.actor.weights.model_tensors import model_shards
 from megatron_dapo.actor.weights.shards import Shards
 from megatron_dapo.config.actor_config import LoraConfig
 

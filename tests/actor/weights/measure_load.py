@@ -51,7 +51,8 @@ def load(place: RankPlace, folder: Path, layout: LayoutConfig) -> tuple[int, int
     from megatron_dapo.actor.device import process_groups
     from megatron_dapo.actor.model.hf_config import HFModelConfig
     from megatron_dapo.actor.model.model_chunks import build_model
-    from megatron_dapo.actor.weights.hf_weights import hf_shapes, load_hf_weights
+    from megatron_dapo.actor.weights.hf_weights import load_hf_weights
+    from megatron_dapo.actor.weights.model_tensors import hf_shapes
 
     process_groups.initialise(
         layout,
