@@ -1,5 +1,6 @@
 """What goes into a verdict and what comes out. Nothing here is imported from outside the standard library."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -68,6 +69,15 @@ class Judgement:
     accuracy: bool
     extracted: str | None
     rule: str
+
+
+_THOUGHT = re.compile(r"^[ \t]*<think>", re.MULTILINE)
+
+
+def said(response: str) -> str:
+    """Without a thought at its end that was cut off: it begins a line with `<think>` and is never closed."""
+    begin = _THOUGHT.search(response, response.rfind("</think>") + 1)
+    return response[: begin.start()] if begin else response
 
 
 def fault_of(judged: object) -> str | None:

@@ -199,9 +199,8 @@ class MegatronActor:
         if not math.isfinite(loss):
             culprits = [f"{name} = {value}" for name, value in sums.items() if not math.isfinite(value)]
             why = ", ".join(culprits) or "every statistic is finite, so a weight or an advantage is too large"
-            raise step_data.NonFiniteUpdateError(
-                f"optimizer step {step}: the loss is {loss}; over {tokens} tokens {why}"
-            )
+            told = f"optimizer step {step}: the loss is {loss}; over {tokens} tokens {why}"
+            raise step_data.NonFiniteUpdateError(told)
         clock = self.passes.clock
         with nullcontext() if clock is None else clock.measure("optimizer"):
             grad_norm, lr = self.optimizer.step()

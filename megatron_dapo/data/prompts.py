@@ -130,9 +130,8 @@ class VerifierChoice:
         """ConfigError if `reward.by_source` has a source that no row has."""
         for source in self._reward.by_source:
             if source not in self._sources:
-                raise ConfigError(
-                    f"reward.by_source.{source}: no prompt has this source; {nearest(source, self._sources)}"
-                )
+                near = nearest(source, self._sources)
+                raise ConfigError(f"reward.by_source.{source}: no prompt has this source; {near}")
 
 
 def read_prompts(files: Sequence[PromptFile], config: DataConfig, choice: VerifierChoice, text: TextTools) -> PromptSet:

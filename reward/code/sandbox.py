@@ -34,7 +34,7 @@ class Sandbox:
             cpu_s: seconds of CPU, past which the kernel kills it.
             files: `stdin`, `stdout`, `stderr` of mode `program`; what it may write is limited by `ready`.
         """
-        self._started = False
+        self._started, self._starts = False, mode == "program"
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL) | files
@@ -69,6 +69,8 @@ class Sandbox:
             answer = self.ask(self._order | {"file_bytes": file_bytes}, time.monotonic() + START_LIMIT_S)
         except (EOFError, OSError):
             return False  # the compiler itself did not survive the code
+        if not isinstance(answer, dict):
+            return False  # nor did it survive its imports
         if "open" in answer:
             raise VerifierError(f"verifier code: responses cannot be run safely here: {answer['open']}")
         return answer == {"locked": ""}
@@ -96,7 +98,7 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends it, whatever it is doing."""
-        self._process.kill()
+        (self._process.terminate if self._starts else self._process.kill)()  # it ends what it has started, too
         self._process.wait()
         if self.requests >= 0:
             os.close(self.requests)

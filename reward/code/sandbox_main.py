@@ -11,8 +11,10 @@ import builtins
 import gc
 import importlib
 import os
+import signal
 import sys
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from reward.code import landlock, seccomp
@@ -35,19 +37,7 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()  # a fork would look through all of it when it ends: 10 ms
     send(replies, "started")
-    starter = os.getpid()
-    while True:
-        try:
-            order = receive(requests)
-        except EOFError:
-            return
-        if mode == "functions" or (child := os.fork()) == 0:
-            break
-        send(replies, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    if mode == "program":
-        seccomp.die_with_parent()
-        if os.getppid() != starter:
-            return  # it ended first
+    order = receive(requests) if mode == "functions" else _in_a_fork(requests, replies)
     seccomp.limit(memory_bytes=order["memory_bytes"], cpu_s=order["cpu_s"], file_bytes=order["file_bytes"])
     code, failure = None, ""
     try:
@@ -74,7 +64,7 @@ def main() -> None:
     sys.argv = ["response.py"]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as `site` does, which -S leaves out
     if thread := getattr(sys.modules.get("threading"), "Thread", None):  # there is one; programs recurse in another
-        thread.start, thread.join = thread.run, lambda *_, **__: None
+        thread.start, thread.join = lambda self: self.run(), lambda *_, **__: None
     module = types.ModuleType("__main__" if mode == "program" else "response")
     sys.modules[module.__name__] = module  # dataclasses and pickle look there
     if mode == "program":
@@ -84,6 +74,34 @@ def main() -> None:
     else:
         exec(code, vars(module))
         _serve(requests, replies, vars(module))
+
+
+def _in_a_fork(requests: int, replies: int) -> Any:
+    """Returns the next order in a process for it alone; the one that starts it ends with the orders."""
+    starter = os.getpid()
+    while True:
+        try:
+            order = receive(requests)
+        except EOFError:
+            sys.exit()
+        try:
+            child = os.fork()
+        except OSError as error:
+            send(replies, {"open": f"no process can be started ({error})"})
+            continue
+        if child == 0:
+            seccomp.die_with_parent()
+            return order if os.getppid() == starter else sys.exit()  # it ended first
+        signal.signal(signal.SIGTERM, lambda *_, child=child: _end(child))
+        send(replies, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(child: int) -> None:
+    """Ends the program and this process. Nobody else could wait for it, where process 1 waits for none."""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os._exit(0)
 
 
 def _import_named(tree: ast.AST) -> None:
@@ -120,15 +138,20 @@ def _serve(requests: int, replies: int, namespace: dict[str, Any]) -> None:
         try:
             if "names" in request:
                 found = {name: namespace[name] for name in request["names"] if name in namespace}
-                reply = {name: _plain(value) or {"callable": True} for name, value in found.items()}
+                kinds = {name for name, each in found.items() if isinstance(each, type) and issubclass(each, Exception)}
+                reply = {name: _plain(value) or {"exception": name in kinds} for name, value in found.items()}
             else:
                 reply = _answer(request, namespace, objects)
         except BaseException as error:  # the tests are told, whatever it is
-            # Its classes, up to the nearest of Python's own: a test that expects a ValueError takes what is derived.
-            kinds = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
-            nearest = next(at for at, (module, _) in enumerate(kinds) if module == "builtins")
-            reply = {"raised": kinds[: nearest + 1], "message": str(error)[:1000], "arguments": _plain(error.args)}
+            reply = _raised(error)
         send(replies, reply)
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    """Its classes up to the nearest of Python's own: a test that expects a ValueError takes what is derived from it."""
+    kinds = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
+    nearest = next(at for at, (module, _) in enumerate(kinds) if module == "builtins")
+    return {"raised": kinds[: nearest + 1], "message": str(error)[:1000], "arguments": _plain(error.args)}
 
 
 def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: dict[int, Any]) -> Any:
@@ -145,20 +168,29 @@ def _answer(request: dict[str, Any], namespace: dict[str, Any], objects: dict[in
 
     target = resolve(request)
     if "next" in request:
-        for item in target:
-            return reply(item)
-        return {"end": True}
+        return {"items": list(_some(target, request["next"], reply))}
     if "attribute" in request:
         result, passed = getattr(target, request["attribute"]), list[Any]()
         if callable(result):
             return {"callable": True}
     else:
         arguments, keywords = decode(request["arguments"], resolve)
-        call = (lambda value: isinstance(value, target)) if "instance" in request else target
-        result, passed = call(*arguments, **keywords), [*arguments, *keywords.values()]
+        result, passed = target(*arguments, **keywords), [*arguments, *keywords.values()]
     if result is None:  # what it made of those that it may have changed in place
         return {"value": None, "left": [_plain(each) if isinstance(each, CHANGEABLE) else None for each in passed]}
     return reply(result)
+
+
+def _some(items: Iterator[Any], count: int, reply: Callable[[Any], Any]) -> Iterator[Any]:
+    """Replies for the next items of a generator, and for how it ends."""
+    try:
+        for _ in range(count):
+            if (item := next(items, _some)) is _some:
+                yield {"end": True}
+                return
+            yield reply(item)
+    except BaseException as error:
+        yield _raised(error)
 
 
 def _plain(value: Any) -> Any:

@@ -7,23 +7,22 @@ overwrite. The most it can do is to give an answer, which the tests compare: a p
 too: they may read Python's files (`reward.code.landlock`), to import what they need, and write none.
 """
 
-import ast
 import builtins
 import io
+import itertools
 import os
-import symtable
 import sys
 import types
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any, NoReturn
 
 from reward.code.landlock import confine, readable
 from reward.code.sandbox import Sandbox
 from reward.code.seccomp import READING, die_with_parent, hide_memory, lock
+from reward.code.suite_source import RAN, SOLUTION, Suite, marked
 from reward.code.values import NotPlain, become, decode, encode, receive, send
 
 
@@ -34,84 +33,6 @@ class _Ended(BaseException):
 
 class TestedCodeError(Exception):
     """The tested code raised what is no exception of Python's, ended its process, or sent what is no value."""
-
-
-_END = object()
-
-
-SOLUTION = "solution"
-"""Tests may import what they test from the module of that name."""
-
-_MODULES = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "pytest"}
-_RAN = "__ran__"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suite:
-    """Tests that are ready to be run. `names`: what they call and neither define nor find among the builtins; of these
-    `exceptions`: what they expect to be raised."""
-
-    source: str
-    entry: str | None
-    names: tuple[str, ...]
-    exceptions: frozenset[str]
-
-
-def make_suite(source: str, entry: str | None) -> Suite:
-    """Raises ValueError: the tests are no Python, name nothing that a response could define, or lack an import."""
-    own, names = _globals(source, "exec", "the tests are no Python")
-    nodes = list(ast.walk(ast.parse(source)))
-    wanted = [each for each in nodes if isinstance(each, ast.ImportFrom) and each.module == SOLUTION]
-    names |= {alias.name for each in wanted for alias in each.names} - {"*"}
-    if entry is not None:
-        if "check" not in own:
-            raise ValueError("there is an entry, but the tests define no check(candidate)")
-        names |= _globals(entry.strip(), "eval", "the entry is no name or expression of Python")[1]
-    if not names:
-        raise ValueError("the tests call nothing that a response could define; a builtin's name is the builtin")
-    bases = {id(each.value) for each in nodes if isinstance(each, ast.Attribute)}
-    bare = {each.id for each in nodes if isinstance(each, ast.Name) and id(each) not in bases}
-    if missing := sorted((names & _MODULES) - bare):
-        raise ValueError(f"the tests use {missing[0]} and do not import it: it would be the response's")
-    return Suite(source=source, entry=entry, names=tuple(sorted(names)), exceptions=frozenset(_expected(nodes)) & names)
-
-
-def _expected(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Names of the exceptions that the tests expect."""
-    for node in nodes:
-        match node:
-            case ast.ExceptHandler(type=ast.expr() as kinds):
-                yield from (each.id for each in ast.walk(kinds) if isinstance(each, ast.Name))
-            case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called), args=[ast.Name(id=kind), *_]):
-                yield from [kind] if "raises" in called.lower() else []
-
-
-def _marked(source: str) -> tuple[ast.Module, set[int]]:
-    """The tests, where each function or main guard that checks something notes in `_RAN` that it runs; its lines."""
-    tree, lines = ast.parse(source), set[int]()
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
-                inside = list(ast.walk(node))
-                names = [each.attr for each in inside if isinstance(each, ast.Attribute)]
-                if any(isinstance(each, ast.Assert) for each in inside) or any(n.startswith("assert") for n in names):
-                    lines.add(node.lineno)
-                    node.body[:0] = ast.parse(f"{_RAN}.add({node.lineno})").body
-    return tree, lines
-
-
-def _globals(source: str, mode: str, refused: str) -> tuple[set[str], set[str]]:
-    """Global names that the source defines, and those that it uses and neither defines nor finds among the builtins."""
-    try:
-        tables = [symtable.symtable(source, "<tests>", mode)]
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ValueError(f"{refused}: {error}") from None
-    for table in tables:
-        tables += table.get_children()
-    found = [symbol for table in tables for symbol in table.get_symbols() if symbol.is_global()]
-    own = {symbol.get_name() for symbol in found if symbol.is_assigned() or symbol.is_imported()}
-    used = {symbol.get_name() for symbol in found if symbol.is_referenced()}
-    return own, used - own - vars(builtins).keys() - {"__name__"}
 
 
 def passes(suite: Suite, sandbox: Sandbox, deadline: float) -> bool | None:
@@ -170,14 +91,15 @@ def _run(suite: Suite, caller: "_Caller") -> bool:
         module, solution, ran = types.ModuleType("tests"), types.ModuleType(SOLUTION), set[int]()
         namespace = vars(module)
         sys.modules[SOLUTION] = solution
-        namespace.update(caller.stand_ins(suite) | {_RAN: ran})
+        namespace.update(caller.stand_ins(suite) | {RAN: ran})
         vars(solution).update(namespace)
-        tree, lines = _marked(suite.source)
+        tree, lines = marked(suite.source)
         exec(compile(tree, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
         if suite.entry is not None:
             namespace["check"](eval(compile(suite.entry.strip(), "<entry>", "eval"), namespace))
         for name, value in list(namespace.items()):
-            if name.startswith("test") and isinstance(value, types.FunctionType) and not _wants_arguments(value):
+            given = isinstance(value, types.FunctionType) and _wants_arguments(value)
+            if name.startswith("test") and callable(value) and not given and not isinstance(value, type | _StandIn):
                 value()
         cases = unittest.defaultTestLoader.loadTestsFromModule(module)
         outcome = unittest.TextTestRunner(stream=io.StringIO()).run(cases)
@@ -216,7 +138,7 @@ class _Caller:
         found: dict[str, Any] = {}
         for name in suite.names:
             entry = described.get(name) if isinstance(described, dict) else None
-            if name in suite.exceptions:
+            if name in suite.exceptions and (entry is None or (isinstance(entry, dict) and entry.get("exception"))):
                 found[name] = self._exceptions[name] = type(name, (TestedCodeError,), {})
             elif isinstance(entry, dict):
                 plain = "value" in entry
@@ -225,7 +147,7 @@ class _Caller:
         return found
 
     def call(self, target: dict[str, Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """The result of a call over there, or whether its one argument is an instance."""
+        """The result of a call over there."""
         try:
             passed = encode((arguments, keywords), _target_of)
         except NotPlain as error:
@@ -242,17 +164,20 @@ class _Caller:
             reply = self._sandbox.ask(request, self._deadline)
         except TimeoutError:
             raise _Ended from None
-        except (EOFError, OSError) as error:
-            raise TestedCodeError(f"its process is gone ({error})") from None
+        except (EOFError, OSError):  # its process is gone
+            self.refuse()
         if not isinstance(reply, dict):
             raise TestedCodeError("its answer is none")
         self.answered = True
+        return self._value(reply, otherwise, passed)
+
+    def _value(self, reply: dict[str, Any], otherwise: dict[str, Any], passed: tuple[Any, ...] = ()) -> Any:
         if "object" in reply:
             return self._objects.setdefault(str(reply["object"]), _StandIn(self, {"object": reply["object"]}))
         if "generator" in reply:
-            return self._items({"object": reply["generator"], "next": True})
-        if "end" in reply:
-            return _END
+            return self._items({"object": reply["generator"]})
+        if "items" in reply:
+            return reply["items"]
         if "value" not in reply and "raised" not in reply:
             return _StandIn(self, otherwise)
         try:
@@ -269,16 +194,19 @@ class _Caller:
             raise TestedCodeError(f"its answer is no value: {error}") from None
         raise result
 
-    def _items(self, request: dict[str, Any]) -> Iterator[Any]:
-        while (item := self.ask(request, {})) is not _END:
-            yield item
+    def _items(self, generator: dict[str, Any]) -> Iterator[Any]:
+        for count in (1 << min(power, 12) for power in itertools.count()):
+            for reply in self.ask(generator | {"next": count}, {}):
+                if "end" in reply:
+                    return
+                yield self._value(reply, {})
 
     def _exception(self, reply: dict[str, Any]) -> Exception:
         """One of the class that the tests expect, or of Python's own or the standard library's that they may."""
         *derived, (_, nearest) = reply["raised"]
         message = str(reply["message"])
         kind: Any = vars(builtins).get(nearest)
-        if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, _LOOPS):
+        if not isinstance(kind, type) or not issubclass(kind, Exception | SystemExit) or issubclass(kind, _LOOPS):
             return TestedCodeError(f"{nearest}: {message}")
         if bases := [self._exceptions[name] for _, name in derived if name in self._exceptions]:
             kind = type(derived[0][1], (*bases, kind), {})
@@ -300,7 +228,7 @@ class _Caller:
 
 class _StandIn:
     """A function, class or object of the tested code. It can be called, its methods too, asked for attributes, items,
-    length, text and class, get attributes and items, and is told apart by `is`. Comparing it, its truth, and every
+    length and text, get attributes and items, and is told apart by `is`. Comparing it, its truth, and every
     other operator end the tests: what comes out of those would be the tested code's to decide."""
 
     __slots__ = ("_caller", "_target")
@@ -319,10 +247,6 @@ class _StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._caller.call(self._target | {"method": "__setattr__"}, (name, value), {})
-
-    def __instancecheck__(self, value: Any) -> bool:
-        is_object = isinstance(value, _StandIn)
-        return is_object and self._caller.call(self._target | {"instance": True}, (value,), {}) is True
 
     def _special(self, method: str, *arguments: Any) -> Any:
         if "method" in self._target:

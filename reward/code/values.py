@@ -13,9 +13,10 @@ import time
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date, datetime, timedelta
-from datetime import time as clock_time
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
+from keyword import iskeyword
 from typing import Any
 
 FRAME_LIMIT = 16 << 20
@@ -52,9 +53,9 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Any], Callable[[Any], Any]], ..
     ("r", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     ("dt", datetime, datetime.isoformat, datetime.fromisoformat),
     ("da", date, date.isoformat, date.fromisoformat),
-    ("ti", clock_time, clock_time.isoformat, clock_time.fromisoformat),
     ("td", timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)),
 )
+_DATES = ("dt", "da", "td")
 # (tag, type, the value of a list of its items)
 _CONTAINERS: tuple[tuple[str, type[Iterable[Any]], Callable[[list[Any]], Any]], ...] = (
     ("l", list, list),
@@ -68,6 +69,11 @@ _CONTAINERS: tuple[tuple[str, type[Iterable[Any]], Callable[[list[Any]], Any]], 
 )
 _READ = {tag: read for tag, _, _, read in _SCALARS} | {"n": lambda digits: int(digits, 16)}
 _BUILD = {tag: build for tag, _, build in _CONTAINERS} | {"i": iter}
+
+
+@cache
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name if name.isidentifier() and not iskeyword(name) else "nt", fields, rename=True)
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
@@ -87,11 +93,12 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         number = int.__index__(value)
         return number if -_EXACT < number < _EXACT else {"n": hex(number)}
     for tag, kind, write, _ in _SCALARS:
-        if isinstance(value, kind):
+        if isinstance(value, kind) and (tag not in _DATES or type(value) is kind):
             return {tag: write(value)}
     if isinstance(value, dict):
         return {"d": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
-    if isinstance(value, tuple) and isinstance(fields := getattr(value, "_fields", None), tuple):
+    fields = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and isinstance(fields, tuple) and len(fields) == len(value):
         return {"nt": [type(value).__name__, list(map(str, fields)), *(encode(item, refer) for item in value)]}
     for tag, kind, _ in _CONTAINERS:
         if isinstance(value, kind):
@@ -128,7 +135,7 @@ def decode(content: Any, resolve: Callable[[Any], Any] | None = None) -> Any:
     if tag == "o" and resolve is not None:
         return resolve(inner)
     if tag == "nt":
-        return namedtuple(*inner[:2])(*(decode(item, resolve) for item in inner[2:]))
+        return _named(inner[0], tuple(inner[1]))(*(decode(item, resolve) for item in inner[2:]))
     if tag in _READ:
         return _READ[tag](inner)
     if tag not in _BUILD:

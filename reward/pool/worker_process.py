@@ -67,9 +67,8 @@ class WorkerProcess:
             command = [sys.executable, "-m", "reward.pool.worker", *map(str, settings)]
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self._log}
             # Ctrl-C reaches a whole group; the run ends its workers itself.
-            self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), env=worker_environment(config), start_new_session=True, **streams
-            )
+            streams |= {"pass_fds": (theirs.fileno(),), "start_new_session": True}
+            self._process = subprocess.Popen(command, env=worker_environment(config), **streams)
         self.pid = self._process.pid
 
     async def wait_ready(self) -> None:

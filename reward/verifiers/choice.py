@@ -11,18 +11,20 @@ OPTION = patterns("option")
 def option(text: str) -> str | None:
     """The one option that the cleaned text names, in upper case; None if it names none, or several."""
     found = OPTION["letter"].fullmatch(text)
-    if found is None:
+    if found is None or OPTION["letters"].fullmatch(text):
         return None
     bracketed, rest = found[1] or found[2], found["rest"]
-    labels = bool(bracketed or OPTION["text_of_label"].match(rest))
-    another, denied = ("another_label", "denied_label") if labels else ("another", "denied")
-    if OPTION[another].search(rest) or OPTION["listed"].fullmatch(rest) or OPTION[denied].match(rest):
+    labels = bracketed or OPTION["text_of_label"].match(rest)
+    if OPTION["another_label" if labels else "another"].search(rest) or OPTION["listed"].fullmatch(rest):
         return None
-    if OPTION["more"].search(rest):
+    if OPTION["denied"].match(rest) and not (labels and OPTION["text_of_denial"].match(rest)):
+        return None
+    letter = (bracketed or found[3]).upper()
+    if any(other != letter for other in OPTION["more"].findall(rest)):
         return None
     if rest.strip() and not bracketed and not OPTION["text_of_option"].match(rest):
         return None
-    return (bracketed or found[3]).upper()
+    return letter
 
 
 def labelled(text: str) -> tuple[str, str] | None:
@@ -41,10 +43,8 @@ def _parts(text: str) -> tuple[str, str] | None:
 
 def _copied(text: str, prompt: str) -> str | None:
     """The letter of the option of the prompt that the text repeats, whatever its words: `B) Neither A nor C`."""
-    stated = _parts(text)
-    return (
-        stated[0] if stated and stated in [_parts(clean(line).lstrip(" -*")) for line in prompt.splitlines()] else None
-    )
+    stated, offered = _parts(text), [_parts(clean(line).lstrip(" -*")) for line in prompt.splitlines()]
+    return stated[0] if stated and stated in offered else None
 
 
 RULE = "choice"

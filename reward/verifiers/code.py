@@ -28,9 +28,10 @@ from typing import Any
 
 from reward.code.sandbox import Sandbox
 from reward.code.seccomp import hide_memory
-from reward.code.suite import Suite, make_suite, passes
+from reward.code.suite import passes
+from reward.code.suite_source import Suite, make_suite
 from reward.environment import Episode, Observation
-from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError, said
 
 RULE = "code"
 """The rule's name in `Verdict.rule` where tests or cases decided."""
@@ -44,7 +45,7 @@ WALL_FACTOR = 2
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = frozenset({"py", "python", "python3"})
-_SLACK_BYTES = 1 << 16
+_LEAST_BYTES = 1 << 20
 
 
 @contextmanager
@@ -85,9 +86,8 @@ def check_system() -> None:
 
 def last_program(response: str) -> str | None:
     """The last closed block of the response that is marked as Python; where none is, the last one without a mark."""
-    thought = response.rfind("</think>")  # what is behind a later `<think>` is a thought that was cut off
-    spoken = (block for block in _BLOCK.finditer(response) if response.rfind("<think>", 0, block.start()) <= thought)
-    found = [(block[1].lower(), block[2]) for block in spoken]
+    spoken = said(response)
+    found = [(block[1].lower(), block[2]) for block in _BLOCK.finditer(spoken)]
     # Of one in a list. Elsewhere it would empty lines of white space, which a string may hold.
     blocks = [(language, dedent(text) if text[:1] in " \t" else text) for language, text in found]
     marked = [program for language, program in blocks if language in _LANGUAGES]
@@ -110,6 +110,8 @@ def _memory_file() -> FileIO:
 
 def _passes_cases(source: str, cases: list[dict[str, str]], cpu_s: int) -> bool | None:
     left_s: float = WALL_FACTOR * cpu_s
+    # Of all cases, and rounded: a program can find out what it may write, and must not learn what is expected.
+    file_bytes = max(_LEAST_BYTES, 1 << (4 * max(len(case["output"]) for case in cases)).bit_length())
     with (
         _memory_file() as stdin,
         _memory_file() as stdout,
@@ -121,7 +123,7 @@ def _passes_cases(source: str, cases: list[dict[str, str]], cpu_s: int) -> bool 
                 file.seek(0)
                 file.write(content)
                 file.seek(0)
-            if not sandbox.ready(file_bytes=4 * len(case["output"]) + _SLACK_BYTES):
+            if not sandbox.ready(file_bytes=file_bytes):
                 return False
             began = time.monotonic()
             code = sandbox.exit_code(began + left_s)

@@ -17,7 +17,7 @@ from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError
+from reward.verdict import EXTRACTED_LIMIT, Judgement, Rule, VerificationRequest, VerifierError, said
 
 RULE_EQUALS = "json-equals"
 RULE_SCHEMA = "json-schema"
@@ -36,9 +36,7 @@ def judge(request: VerificationRequest) -> Judgement:
         form = 'a JSON object with "equals", "schema", or both, each key once, of numbers that a double can hold'
         raise VerifierError(f"verifier json: the ground truth must be {form}")
     schema = Schema(wanted["schema"]) if "schema" in wanted else None
-    said = request.response
-    thought = said.rfind("<think>")
-    value, text = last(said[:thought] if thought > said.rfind("</think>") else said)  # a thought that was cut off
+    value, text = last(said(request.response))
     if value is ABSENT:
         return Judgement(accuracy=False, extracted=None, rule=Rule.NONE)
     valid = schema is None or schema.holds(value)

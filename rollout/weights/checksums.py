@@ -198,10 +198,7 @@ DRAFT = "draft."
 
 def without_draft(reported: Checksums) -> Checksums:
     """Without those of a draft model."""
-    return {
-        rank: {name: value for name, value in names.items() if not name.startswith(DRAFT)}
-        for rank, names in reported.items()
-    }
+    return {rank: {n: sum_ for n, sum_ in sums.items() if not n.startswith(DRAFT)} for rank, sums in reported.items()}
 
 
 def verify_draft(before: Checksums | None, reported: Checksums, where: str) -> Checksums:

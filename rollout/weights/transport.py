@@ -319,9 +319,8 @@ class GroupTransport:
             cause = f"{what} failed at {', '.join(failed)}"
         elif late:
             cause = f"{what} did not end within rollout.sync_deadline_s = {self._deadline_s:g} s: no answer from "
-            cause += (
-                f"{', '.join(silent) or 'nobody'}; the trainer {'has done its part' if own.done() else 'waits in it'}"
-            )
+            state = "has done its part" if own.done() else "waits in it"
+            cause += f"{', '.join(silent) or 'nobody'}; the trainer {state}"
         else:
             cause = f"{what} failed at the trainer: {own.exception()}"
         for task in everybody:

@@ -60,9 +60,9 @@ def test_a_function_may_have_a_modules_name():
         ("import pickle\nclass P: pass\ndef f(): return type(pickle.loads(pickle.dumps(P()))) is P", "assert f()"),
         ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, [2])",
          "p = f()\nassert p.x == 1 and p == (1, [2]) and str(p) == 'P(x=1, y=[2])'"),
-        ("from datetime import *\ndef f(): return [date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1), time(4)]",
+        ("from datetime import *\ndef f(): return [date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1)]",
          "from datetime import *\n"
-         "assert f() == [date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1), time(4)]"),
+         "assert f() == [date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1)]"),
         ("class Empty(Exception): pass\nclass Stack:\n    def pop(self): raise Empty('none', 3)",
          "try: Stack().pop()\nexcept Empty as e: assert e.args == ('none', 3)\nelse: assert False"),
         ("class Empty(LookupError):\n    def __str__(self): return 'none'\ndef f(): raise Empty",
@@ -87,8 +87,6 @@ def test_a_function_may_have_a_modules_name():
          "    def __delitem__(self, key): del self.items[key]",
          "s = Stack()\ns['a'] = 1\ns['b'] = 2\ndel s['a']\nassert len(s) == 1 and s['b'] == 2\n"
          "try: s['a']\nexcept KeyError: pass\nelse: assert False"),
-        ("class Shape: pass\nclass Square(Shape): pass\ndef f(): return Square()",
-         "assert isinstance(f(), Shape) and isinstance(Square(), Square) and not isinstance(Shape(), Square)"),
         ("import functools\n@functools.singledispatch\ndef f(x): return 'other'\n@f.register\n"
          "def _(x: int): return 'int'", "assert f(1) == 'int' and f('a') == 'other'"),
         ("import codecs\ndef f(s): return codecs.encode(s, 'rot13'), s.encode('utf-16-le'), s.encode('cp1252')",

@@ -46,12 +46,8 @@ def state_text(
         extra: if the model is adapters alone, {"lora": asdict(actor.lora), "base": digest of the other weights}; and
             `actor.optimizer.compact`, if it is not none.
     """
-    state = {
-        "optimizer_steps": optimizer_steps,
-        "layout": asdict(layout),
-        "distributed_optimizer": distributed_optimizer,
-    }
-    return json.dumps(state | {"extra": extra or {}}, indent=1)
+    state = {"optimizer_steps": optimizer_steps, "layout": asdict(layout)}
+    return json.dumps(state | {"distributed_optimizer": distributed_optimizer, "extra": extra or {}}, indent=1)
 
 
 def read_state(folder: Path, *, optimizer: OptimizerConfig, lora: LoraConfig, base: str = "") -> dict[str, Any]:

@@ -71,9 +71,8 @@ def _store(host: str, port: int, rank: int, world_size: int, timeout: timedelta)
     if rank > 0:
         return dist.TCPStore(host, port, world_size, timeout=timeout)
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    return dist.TCPStore(
-        host, port, world_size, is_master=True, timeout=timeout, multi_tenant=True, master_listen_fd=listener.detach()
-    )
+    serving: dict[str, Any] = {"is_master": True, "multi_tenant": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(host, port, world_size, timeout=timeout, **serving)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

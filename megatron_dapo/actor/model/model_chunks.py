@@ -164,9 +164,8 @@ def _expert_settings(hf: HFModelConfig, layout: LayoutConfig, device: DeviceChoi
 
 def local_spec(config: TransformerConfig, *, rotary: Rotary, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's spec of local layers with our norms and our attention, which also applies the rotary embedding."""
-    layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+    norms: dict[str, Any] = {"qk_layernorm": config.qk_layernorm, "normalization": "RMSNorm"}
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts, **norms)
     if config.num_moe_experts is not None:
         # In a checkpoint the norm before experts has its own name, as TransformerEngine's layers do not fuse it.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
