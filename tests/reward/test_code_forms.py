@@ -159,3 +159,42 @@ def test_a_thought_that_was_cut_off_states_nothing():
     for response, right_one in ((f"<think>maybe {value} or", False), (f"<think>hm</think> {value}", True)):
         request = VerificationRequest(response=response, ground_truth='{"equals": {"a": 1}}')
         assert json_answer.judge(request).accuracy is right_one
+
+
+HELPER = "def raises(fn, *a):\n    try: fn(*a)\n    except ValueError: return True\n    return False\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "passes"),
+    [
+        ("def f(x): raise ValueError", f"{HELPER}assert raises(f, 3)", True),
+        ("def f(x): raise ValueError", f"{HELPER}assert not raises(f, 3)", False),
+        (ADD, "def fail(): assert False\nif add(1, 2) != 3: fail()", True),
+        (ADD, "def test_a(): assert add(1, 2) == 4\ndef test_a(): assert add(1, 2) == 3", True),
+        (ADD, "import unittest\nclass T(unittest.TestCase):\n    def help(self): assert False\n"
+         "    def test(self): self.assertEqual(add(1, 2), 3)\n    @unittest.skip('')\n    def test_b(self): 1/0", True),
+        (ADD, "def test_a():\n    'adds'\n    assert add(1, 2) == 3\nassert test_a.__doc__ == 'adds'", True),
+        (ADD, "import functools\n@functools.cache\ndef test_a(): assert add(1, 2) == 4", False),
+        ("def f(n):\n    for i in range(n): yield i", "assert list(f(100_000)) == list(range(100_000))", True),
+        ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(n): return [P(i, i) for i in range(n)]",
+         "assert f(20_000)[-1].x == 19_999", True),
+        ("from collections import namedtuple\nP = namedtuple('P', ['class', 'x'], rename=True)\ndef f(): return P(1, 2)",
+         "assert f() == (1, 2) and f()._0 == 1", True),
+        ("class queue:\n    def push(x): return x", "assert queue.push(1) == 1", True),
+        ("import os\ndef f(x): os._exit(0)", "import pytest\nwith pytest.raises(Exception): f(1)", False),
+    ],
+)  # fmt: skip
+def test_what_runs_tests_and_what_only_helps_them(source, tests, passes):
+    assert right(source, tests=tests) is passes
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nn = sys._getframe(1).f_locals['order']['file_bytes']\nprint('YES' if (n - 65536) // 4 == 3 else 'NO')",
+        "import os\ntry:\n    os.lseek(1, 65536 + 11, 0)\n    os.write(1, b'x')\n    os.ftruncate(1, 0)\n"
+        "    print('YES')\nexcept OSError: print('NO')",
+    ],
+)
+def test_the_limit_of_an_output_does_not_tell_how_long_the_expected_one_is(source):
+    assert not right(source, cases=[{"input": "1", "output": "YES"}, {"input": "2", "output": "NO"}])
