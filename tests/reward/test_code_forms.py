@@ -178,7 +178,7 @@ HELPER = "def raises(fn, *a):\n    try: fn(*a)\n    except ValueError: return Tr
         ("def f(n):\n    for i in range(n): yield i", "assert list(f(100_000)) == list(range(100_000))", True),
         ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(n): return [P(i, i) for i in range(n)]",
          "assert f(20_000)[-1].x == 19_999", True),
-        ("from collections import namedtuple\nP = namedtuple('P', ['class', 'x'], rename=True)\ndef f(): return P(1, 2)",
+        ("from collections import namedtuple\nP = namedtuple('P', ['if', 'x'], rename=True)\ndef f(): return P(1, 2)",
          "assert f() == (1, 2) and f()._0 == 1", True),
         ("class queue:\n    def push(x): return x", "assert queue.push(1) == 1", True),
         ("import os\ndef f(x): os._exit(0)", "import pytest\nwith pytest.raises(Exception): f(1)", False),
@@ -191,7 +191,7 @@ def test_what_runs_tests_and_what_only_helps_them(source, tests, passes):
 @pytest.mark.parametrize(
     "source",
     [
-        "import sys\nn = sys._getframe(1).f_locals['order']['file_bytes']\nprint('YES' if (n - 65536) // 4 == 3 else 'NO')",
+        "import sys\nn = sys._getframe(1).f_locals['order']['file_bytes']\nprint('YES' if n == 65548 else 'NO')",
         "import os\ntry:\n    os.lseek(1, 65536 + 11, 0)\n    os.write(1, b'x')\n    os.ftruncate(1, 0)\n"
         "    print('YES')\nexcept OSError: print('NO')",
     ],
