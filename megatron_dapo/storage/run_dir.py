@@ -51,8 +51,11 @@ class _Manifest(BaseModel, strict=True):
     command: list[Any] | None = None
 
 
-SHAPES: dict[str, type[BaseModel]] = {"summary.json": _Summary, "manifest.json": _Manifest}
-SHAPES["heldout_before.json"] = _Before
+SHAPES: dict[str, type[BaseModel]] = {
+    "heldout_before.json": _Before,
+    "summary.json": _Summary,
+    "manifest.json": _Manifest,
+}
 """Shapes of the run's small JSON files: another program, or another version, may have written them."""
 
 
@@ -241,9 +244,9 @@ class RunDir:
 
     def set_summary_aside(self) -> None:
         """The run goes on: with a summary it would be taken for finished, and its exported model for the newest."""
-        summary = self.path / "summary.json"
-        if summary.exists():
-            os.replace(summary, _unused(summary.with_name("set_aside.summary.json")))
+        for name in ("summary.json", "model"):
+            if (there := self.path / name).exists():
+                os.replace(there, _unused(self.path / f"set_aside.{name}"))
 
     def close(self) -> None:
         self._lock.release()

@@ -94,15 +94,14 @@ def judge(job: Job) -> Result:
     except BaseException as error:  # a verifier may fail in any way; the verdict says how, and the pool goes on
         return _failure(job, f"{type(error).__name__}: {error}", start)
     seconds = time.perf_counter() - start
-    match judged:
-        case Judgement(accuracy=bool() as right, extracted=None | str() as text, rule=str() as rule):
-            text = text and sendable(text[:EXTRACTED_LIMIT])
-            return Verdict(accuracy=right, extracted=text, rule=sendable(rule[:EXTRACTED_LIMIT]), seconds=seconds)
-        case Deferred():
-            return replace(judged, seconds=seconds)
-        case bool():
-            return Verdict(accuracy=judged, extracted=None, rule=name, seconds=seconds)
-    return _failure(job, f"verifier {name!r} {fault_of(judged)}", start)
+    if fault := fault_of(judged):
+        return _failure(job, f"verifier {name!r} {fault}", start)
+    if isinstance(judged, Deferred):
+        return replace(judged, seconds=seconds)
+    given = judged if isinstance(judged, Judgement) else Judgement(accuracy=judged, extracted=None, rule=name)
+    text = given.extracted and sendable(given.extracted[:EXTRACTED_LIMIT])
+    rule = sendable(given.rule[:EXTRACTED_LIMIT])
+    return Verdict(accuracy=given.accuracy, extracted=text, rule=rule, seconds=seconds)
 
 
 def _failure(job: Job, reason: str, start: float, rule: str = "") -> Verdict | Stepped:

@@ -29,21 +29,18 @@ def option(text: str) -> str | None:
 
 def labelled(text: str) -> tuple[str, str] | None:
     """The letter and the text of one option, as `(C) 13` and `C. 13` state them; None for anything else."""
-    label = OPTION["label"].match(text)
-    if label is None or option(text) is None:
-        return None
-    rest = text[label.end() :]
-    return None if rest[0] in "-+*/^=<>|" else (label[1] or label[2], rest)
+    parts = _parts(text)
+    return None if parts is None or option(text) is None or parts[1][0] in "-+*/^=<>|" else parts
 
 
 def _parts(text: str) -> tuple[str, str] | None:
     label = OPTION["label"].match(text)
-    return label and (label[1] or label[2], text[label.end() :].strip(" ."))
+    return label and (label[1] or label[2], text[label.end() :])
 
 
 def _copied(text: str, prompt: str) -> str | None:
     """The letter of the option of the prompt that the text repeats, whatever its words: `B) Neither A nor C`."""
-    stated, offered = _parts(text), [_parts(clean(line).lstrip(" -*")) for line in prompt.splitlines()]
+    stated, *offered = (_parts(line.strip(" -*.")) for line in (text, *map(clean, prompt.splitlines())))
     return stated[0] if stated and stated in offered else None
 
 

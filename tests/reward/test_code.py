@@ -11,9 +11,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from reward.code import seccomp
+from reward.code.sandbox import Sandbox
 from reward.code.values import NotPlain, decode, encode
 from reward.verdict import Judgement, VerificationRequest, VerifierError
 from reward.verifiers import code
@@ -267,12 +269,14 @@ def test_memory_is_bounded():
     assert right(ADD + "\ntry:\n    x = bytearray(4 << 30)\nexcept MemoryError: pass", tests=SUITE)
 
 
-def test_the_sandbox_dies_with_its_judge():
+@pytest.mark.parametrize("truth", [{"tests": "assert f() == 1"}, {"cases": [{"input": "", "output": "1"}]}])
+def test_the_sandbox_dies_with_its_judge(truth):
+    """With it: the process of the tests, or the one that runs a case and that one's starter."""
     program = (
         "import json, sys, threading\n"
         "from reward.verdict import VerificationRequest\n"
         "from reward.verifiers import code\n"
-        "truth = json.dumps({'tests': 'assert f() == 1', 'cpu_s': 60})\n"
+        f"truth = json.dumps({truth | {'cpu_s': 60}})\n"
         "response = '```python\\nimport time\\ntime.sleep(1000)\\n```'\n"
         "print('go', flush=True)\n"
         "code.judge(VerificationRequest(response=response, ground_truth=truth))\n"
@@ -281,17 +285,35 @@ def test_the_sandbox_dies_with_its_judge():
     judging = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
     assert judging.stdout is not None
     judging.stdout.readline()
-    children = Path(f"/proc/{judging.pid}/task/{judging.pid}/children")
     deadline = time.monotonic() + 30
-    while len(pids := children.read_text().split()) < 2 and time.monotonic() < deadline:
+    while len(below := _below(judging.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(pids) == 2
+    assert len(below) == 2
     judging.send_signal(signal.SIGKILL)
     judging.wait()
     judging.stdout.close()
-    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(_runs(pid) for pid in below) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [pid for pid in pids if _runs(pid)]
+    assert not [pid for pid in below if _runs(pid)]
+
+
+def test_a_case_that_runs_out_of_time_is_waited_for(monkeypatch):
+    """By its starter: where process 1 waits for none, a zombie would stay."""
+    seen = list[psutil.Process]()
+
+    def look(sandbox, deadline):
+        seen.extend(psutil.Process().children(recursive=True))
+        return exit_code(sandbox, deadline)
+
+    exit_code = Sandbox.exit_code
+    monkeypatch.setattr(Sandbox, "exit_code", look)
+    assert judge("while True: pass", cases=CASES, cpu_s=1).rule == "code-timeout"
+    assert len(seen) == 2
+    assert not [process for process in seen if process.is_running()], "not even as zombies"
+
+
+def _below(pid: int) -> list[str]:
+    return [str(child.pid) for child in psutil.Process(pid).children(recursive=True)]
 
 
 def _runs(pid: str) -> bool:

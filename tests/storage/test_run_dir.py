@@ -277,9 +277,14 @@ def test_a_run_that_goes_on_is_not_finished_any_more(begun):
     run_dir.set_summary_aside()
     for steps in (1, 2):
         run_dir.write_json("summary.json", {"rollout_steps": steps})
+        (run_dir.path / "model").mkdir()
+        (run_dir.path / "model" / "config.json").write_text(str(steps))
         run_dir.set_summary_aside()
     assert not (run_dir.path / "summary.json").exists()
     assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
+    assert not (run_dir.path / "model").exists(), "`eval` and `ask` would take it for the newest"
+    kept = [run_dir.path / f"set_aside.model{number}" / "config.json" for number in ("", ".2")]
+    assert [file.read_text() for file in kept] == ["1", "2"]
 
 
 def test_a_resume_keeps_the_type_of_the_weights(begun):
