@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 
-BOUNDS: dict[Dtype, tuple[float, float]] = {"float32": (1e-6, 1e-5), "bfloat16": (2e-2, 4e-1)}
+BOUNDS: dict[Dtype, tuple[float, float]] = {"float32": (1e-6, 2e-5), "bfloat16": (2e-2, 4e-1)}
 """Of the loss, and of the gradient: of a parameter's in float32; in bfloat16, where a small one may be all rounding, of
-that of all parameters together."""
+that of all parameters together. Float32 alone is up to 6e-6 of a parameter away from float64 on the quickstart's
+experts (transformers, in both types), and two layouts round apart; an error of the reduction is far larger."""
 
 ROUNDING = 2.5
 """In bfloat16 a layout's gradient may be so many times as far from the float32 reference as that of one process in

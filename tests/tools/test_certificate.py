@@ -209,6 +209,14 @@ def test_a_mixture_of_experts_is_certified(experts, capsys, replay):
     assert len([row for row in rows(output) if row.startswith("DP2 EP2 ")]) == 5
 
 
+@pytest.mark.slow
+def test_the_quickstarts_experts_are_certified_by_the_command_alone(capsys):
+    config = CONFIG.with_name("experts.yaml")
+    with pytest.raises(typer.Exit) as ended:
+        certify(config, [], processes=2, layouts=8, responses=16, longest=128, deadline=300)
+    assert ended.value.exit_code == ExitCode.FINISHED, capsys.readouterr().out
+
+
 def test_a_wrong_weight_of_one_token_in_one_layout_is_found(monkeypatch, capsys):
     """One of about 150 response tokens weighs 5% more, under one aggregation, on the tensor-parallel ranks."""
     honest = run.layout_cases
