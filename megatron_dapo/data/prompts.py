@@ -77,8 +77,8 @@ class PromptSet:
             found = [order.index_at(position) for position in range(PROBED)]
             if found != [other.index_at(position) for position in reversed(range(PROBED))][::-1]:
                 raise ValueError("a position has another prompt when it is asked again, not by its number alone")
-            if not all(isinstance(one, int) and 0 <= one < count for one in found):
-                raise ValueError(f"index_at must give indices of the {count} prompts; the first: {found[:9]}")
+            if wrong := [at for at, one in enumerate(found) if not (isinstance(one, int) and 0 <= one < count)]:
+                raise ValueError(f"index_at({wrong[0]}) = {found[wrong[0]]!r} is no index of the {count} prompts")
         except Exception as error:  # a user's code may fail in any way
             raise ConfigError(f"data.order = {name}: {type(error).__name__}: {error}") from error
         return order

@@ -14,6 +14,7 @@ import torch
 
 from megatron_dapo.algorithm.overlong import raw_reward, shaped_rewards
 from megatron_dapo.config.algorithm_config import AlgorithmConfig
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.data.prompts import Prompt, PromptSet
 from megatron_dapo.data.tokenizer import Decoder
 from megatron_dapo.experience.episodes import Play, Rules
@@ -174,7 +175,10 @@ class GroupGenerator:
 
     def prompt_at(self, position: int) -> int:
         """Index of the prompt at `position` of the endless order."""
-        return int(self._order.index_at(position))
+        index, count = int(self._order.index_at(position)), len(self._prompts)
+        if not 0 <= index < count:  # in an order of one's own; the first positions were tried before the start
+            raise ConfigError(f"data.order: index_at({position}) = {index} is no index of the {count} prompts")
+        return index
 
     async def group(self, position: int, weight_version: int) -> ScoredGroup:
         """The responses to the prompt at `position` of the endless order, judged."""

@@ -65,10 +65,10 @@ class WorkerProcess:
         with theirs:
             settings = [theirs.fileno(), os.getpid(), config.memory_mb, niceness]
             command = [sys.executable, "-m", "reward.pool.worker", *map(str, settings)]
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self._log}
             # Ctrl-C reaches a whole group; the run ends its workers itself.
-            streams |= {"pass_fds": (theirs.fileno(),), "start_new_session": True}
-            self._process = subprocess.Popen(command, env=worker_environment(config), **streams)
+            options: dict[str, Any] = {"stderr": self._log, "start_new_session": True, "pass_fds": (theirs.fileno(),)}
+            options |= dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, env=worker_environment(config), **options)
         self.pid = self._process.pid
 
     async def wait_ready(self) -> None:

@@ -86,8 +86,7 @@ def check_system() -> None:
 
 def last_program(response: str) -> str | None:
     """The last closed block of the response that is marked as Python; where none is, the last one without a mark."""
-    spoken = said(response)
-    found = [(block[1].lower(), block[2]) for block in _BLOCK.finditer(spoken)]
+    found = [(block[1].lower(), block[2]) for block in _BLOCK.finditer(said(response))]
     # Of one in a list. Elsewhere it would empty lines of white space, which a string may hold.
     blocks = [(language, dedent(text) if text[:1] in " \t" else text) for language, text in found]
     marked = [program for language, program in blocks if language in _LANGUAGES]

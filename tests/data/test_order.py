@@ -155,7 +155,7 @@ def test_an_order_of_ones_own_names_the_same_prompt_whenever_it_is_asked(tmp_pat
     for name, fault in {
         "Random": "another prompt when it is asked again",
         "Counting": "another prompt when it is asked again",
-        "TooFar": "indices of the 7 prompts; the first: .0, 1, 2",
+        "TooFar": r"index_at\(7\) = 7 is no index of the 7 prompts",
         "Absent": "no function or class Absent",
     }.items():
         with pytest.raises(ConfigError, match=f"data.order = orders_of_ones_own:{name}: .*{fault}"):

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dapo.algorithm.dynamic_sampling import PassRate
 from megatron_dapo.config.algorithm_config import AlgorithmConfig, OverlongConfig
+from megatron_dapo.config.base import ConfigError
 from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_progress
 from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.order import PromptOrder, Span
@@ -209,3 +210,12 @@ def test_a_batch_is_counted_from_its_own_beginning():
     assert count.figures == {
         "longest_running_s": 38.2, "responses_running": 96, "groups_finished": 20, "environments_failing": 3
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_an_order_of_ones_own_is_held_to_the_prompts_at_every_position(index):
+    """The first thousand positions are tried before a run starts."""
+    generator = object.__new__(GroupGenerator)
+    generator._prompts, generator._order = PROMPTS[:3], SimpleNamespace(index_at=lambda position: index)
+    with pytest.raises(ConfigError, match=rf"data.order: index_at\(1100\) = {index} is no index of the 3 prompts"):
+        generator.prompt_at(1100)
