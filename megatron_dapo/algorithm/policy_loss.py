@@ -58,7 +58,10 @@ class PolicyObjective:
     ) -> TokenLoss:
         """Loss and statistics of T tokens."""
         assert columns is not None
-        policy = self.loss(log_probs, columns)
+        try:
+            policy = self.loss(log_probs, columns)
+        except Exception as error:  # it may be a user's own, and this is read far from its traceback
+            raise RuntimeError(f"algorithm.policy_loss ({type(self.loss).__name__}): {error!r}") from error
         loss = policy.loss if columns.correction is None else columns.correction * policy.loss
         stats = {"approx_kl_old": kl_estimate(columns.old_log_probs, log_probs.detach(), "k3"), **policy.stats}
         if self.kl_coefficient > 0:

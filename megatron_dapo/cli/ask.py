@@ -37,8 +37,8 @@ def ask(
     from megatron_dapo.data.prompts import instructed, render
     from megatron_dapo.data.tokenizer import load_text_tools
 
-    if not prompt.strip():
-        raise ConfigError("the prompt is empty; give the text of one problem")
+    if not prompt.strip() or prompt != prompt.encode(errors="replace").decode():
+        raise ConfigError("the prompt is empty or not in UTF-8; give the text of one problem")
     run = Path(local_path(target, "MODEL"))
     model = run / "model" if (run / "config.yaml").is_file() else run
     if not model.exists() and run.is_dir():
@@ -47,7 +47,9 @@ def ask(
     text = load_text_tools(model)
     raw = prompt if template else instructed(prompt, config.data.instruction, config.reward.verifier)
     _, ids = render(raw, config.data.template, text.tokenizer)
-    limit = max_new_tokens or min(config.rollout.max_new_tokens, LONGEST_ANSWER)
+    if (room := config.model.context_length - len(ids)) < 1:
+        raise ConfigError(f"the prompt has {len(ids)} tokens: model.context_length = {config.model.context_length}")
+    limit = min(room, max_new_tokens or min(config.rollout.max_new_tokens, LONGEST_ANSWER))
     sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, stop_token_ids=text.stop_token_ids)
     request = GenerationRequest(request_id="ask.", group_id="ask", prompt_ids=ids, sampling=sampling, seed=0)
     if torch.cuda.is_available() and config.actor.device != "cpu":

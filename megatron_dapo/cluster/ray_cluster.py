@@ -9,6 +9,7 @@ import grpc
 import psutil
 import ray
 import torch
+from ray._private.services import canonicalize_bootstrap_address
 
 from megatron_dapo.cluster.placement import PlacementError
 from megatron_dapo.cluster.ray_sweeper import RaySweeper, new_temp_dir
@@ -144,18 +145,20 @@ def _check_reachable(address: str) -> None:
     """ClusterError unless something listens there and speaks Ray's protocol, gRPC: ray.init would try for minutes, and
     let no signal through meanwhile.
 
-    Only for HOST:PORT; other forms (`auto`, `ray://...`) are Ray's to look up.
+    Only for HOST:PORT, also where `auto` finds it; other forms (`ray://...`) are Ray's to look up.
     """
-    host, colon, port = address.rpartition(":")
+    # Ray finds it in a file, which stays when the cluster is gone.
+    found = canonicalize_bootstrap_address(address) or "" if address == "auto" else address
+    host, colon, port = found.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         return
     try:
         socket.create_connection((host, int(port)), CONNECT_DEADLINE_S).close()
         if os.environ.get("RAY_USE_TLS") != "1":
             # As Ray's own channels: not through a proxy that `http_proxy` names.
-            with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            with grpc.insecure_channel(found, options=[("grpc.enable_http_proxy", 0)]) as channel:
                 grpc.channel_ready_future(channel).result(CONNECT_DEADLINE_S)
     except (OSError, grpc.FutureTimeoutError) as error:
         why = error if isinstance(error, OSError) else "something else listens"
         remedy = "start Ray's head, or unset RAY_ADDRESS for a cluster of this run's own"
-        raise ClusterError(f"RAY_ADDRESS = {address}: no Ray answers there ({why}); {remedy}") from None
+        raise ClusterError(f"RAY_ADDRESS = {address}: no Ray answers at {found} ({why}); {remedy}") from None

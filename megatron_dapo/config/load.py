@@ -169,8 +169,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], Lines]:
 
 def _override(tree: dict[str, Any], lines: Lines, override: str) -> None:
     name, separator, text = override.partition("=")
-    if not separator or not name.strip():
-        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    if not separator or not name.strip() or override != override.encode(errors="replace").decode():
+        raise ConfigError(f"override {override!r}: write it as section.key=value, in UTF-8")
     path = tuple(part.strip() for part in name.split("."))
     # A text is taken as it stands: YAML would cut `#### {form}` at the mark and read `Answer:` as a section.
     written = text[:1] not in ("'", '"') and name.strip() in _text_keys() and not re.match(_SCALARS["null"], text)

@@ -120,18 +120,24 @@ def check_own_code(config: Config) -> None:
     from megatron_dapo.algorithm.token_loss import LossColumns
     from megatron_dapo.coordinator.batch import advantages_of, objective_of, torch  # seconds to import
 
-    algorithm, two, index = config.algorithm, torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    loss, columns = objective_of(algorithm).loss, ["advantages", "old_log_probs", "rollout_log_probs"]
+    algorithm, loss = config.algorithm, objective_of(config.algorithm).loss
+    columns = ["advantages", "old_log_probs", "rollout_log_probs"]
     columns += ["correction"] * (algorithm.importance_mode != "none")
     columns += ["reference_log_probs"] * (algorithm.kl.coefficient > 0)
-    given = LossColumns(sequence_index=index, sequence_lengths=index[:1] + 2, **dict.fromkeys(columns, two))
-    try:
-        tried = loss(two.clone().requires_grad_(), given)
-        shapes = {"loss": tried.loss.shape} | {name: tried.stats[name].shape for name in loss.stat_names}
-        if wrong := [name for name, shape in shapes.items() if shape != two.shape]:
-            raise ValueError(f"{wrong[0]} has the shape {[*shapes[wrong[0]]]}; it must be one number a token")
-    except Exception as error:  # a user's code may fail in any way
-        raise ConfigError(f"algorithm.policy_loss = {algorithm.policy_loss}, on two tokens: {error!r}") from error
+    for lengths in torch.tensor([2, 3]), torch.empty(0, dtype=torch.int64):  # a rank's micro-batch may be empty
+        index = torch.arange(len(lengths)).repeat_interleave(lengths)
+        zeros = torch.zeros(len(index))
+        given = LossColumns(sequence_index=index, sequence_lengths=lengths, **dict.fromkeys(columns, zeros))
+        try:
+            tried = loss(zeros.clone().requires_grad_(), given)
+            shapes = {"loss": tried.loss.shape} | {name: tried.stats[name].shape for name in loss.stat_names}
+            if wrong := [name for name, shape in shapes.items() if shape != zeros.shape]:
+                raise ValueError(f"{wrong[0]} has the shape {[*shapes[wrong[0]]]}; it must be one number a token")
+            if not tried.loss.requires_grad:
+                raise ValueError("the loss has no gradient; detach nothing of log_probs on the way to it")
+        except Exception as error:  # a user's code may fail in any way
+            where = f"{len(lengths)} responses of {len(index)} tokens"
+            raise ConfigError(f"algorithm.policy_loss = {algorithm.policy_loss}, on {where}: {error!r}") from error
     example = torch.tensor([[1.0, *[-1.0] * (algorithm.group_size - 1)]] * 2, dtype=torch.float64)
     advantages_of(example, torch.arange(1, example.numel() + 1), algorithm.advantage)
 

@@ -114,7 +114,7 @@ async def run(config: Config, inputs: Inputs, console: Console, stop: "asyncio.F
     if config.run.export_at_end:
         first = (*inputs.heldout.prompts, *inputs.prompts.prompts)[0]
         console.note(f"ask the trained model:\n  {ask_command(run_dir.path / 'model', first.text)}")
-    console.note(f"pictures: megatron-dapo report {run_dir.path}")
+    console.note(f"pictures: megatron-dapo report {shlex.quote(str(run_dir.path))}")
     return summary
 
 

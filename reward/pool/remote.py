@@ -141,7 +141,7 @@ async def _attempt(config: ServiceConfig, session: "aiohttp.ClientSession", body
         raise _Refused(f"{type(error).__name__}: {error}") from None
     if status != 200:
         kind = _Final if status not in _RETRIED and status < 500 else _Refused
-        raise kind(f"status {status}: {content[:200].decode('utf-8', 'replace')}")
+        raise kind(f"status {status}: {content[:200].decode('utf-8', 'replace')!r}")
     return content
 
 

@@ -24,8 +24,8 @@ TAIL_LINES = 40
 GRACE_S = 8.0
 """Seconds for a GPU server to release its devices after SIGTERM. On a CPU there is nothing to release."""
 
-LONGEST_TMPDIR = 90
-"""Characters: the server's sockets stand there, and the path of one may have 107."""
+LONGEST_TMPDIR = 68
+"""Characters: the server's sockets stand in a folder there, and the path of one may have 107."""
 
 _REAP_S = 10.0
 _PORTS = range(20000, 32768)
@@ -104,6 +104,7 @@ class LocalServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._port = config.port + spec.index if config.port else 0
         self._held = ExitStack()
+        self._folder = usual if len(usual := tempfile.gettempdir()) <= LONGEST_TMPDIR else "/tmp"
 
     @property
     def url(self) -> str:
@@ -117,6 +118,8 @@ class LocalServer:
         """
         self._held.close()
         self._port = self._held.enter_context(hold_port(self.config, self.spec.index)).getsockname()[1]
+        files = tempfile.TemporaryDirectory("", "dapo-server_", self._folder, ignore_cleanup_errors=True)
+        environment = self._environment() | {"TMPDIR": self._held.enter_context(files)}  # SGLang removes none
         arguments = server_arguments(self.config, self.spec, self._port)
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log_path.open("ab") as log:
@@ -124,7 +127,7 @@ class LocalServer:
             log.flush()
             command = [sys.executable, "-m", "rollout.server.launch_server", *arguments]
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-            self.process = subprocess.Popen(command, env=self._environment(), start_new_session=True, **streams)
+            self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -137,26 +140,29 @@ class LocalServer:
         self.spec = self.spec.starting_with(weights)
         await self.start()
 
-    def kill(self) -> None:
-        """SIGKILL to the whole group; returns when no process of it is left, at the latest after 10 s."""
+    def kill(self, grace_s: float = 0.0) -> None:
+        """SIGKILL to the whole group, after `grace_s` from a SIGTERM to the server; returns when no process of it is
+        left, at the latest 10 s later."""
         if self.process is None:
             return
         group = self.process.pid
         members = _group_members(group)
+        shared = {path for one in members for path in _shared_memory(one.pid)}
+        if grace_s:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace_s)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
         self.process.wait(_REAP_S)
         psutil.wait_procs(members, _REAP_S)
+        for path in shared:
+            path.unlink(missing_ok=True)
         self.process = None
 
     async def close(self) -> None:
         """SIGTERM to the server, time to release its GPUs, then `kill`."""
-        if self.alive() and self.spec.device == "cuda":
-            assert self.process is not None
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.process.wait, GRACE_S)
-        await asyncio.to_thread(self.kill)
+        await asyncio.to_thread(self.kill, GRACE_S if self.spec.device == "cuda" else 0.0)
         self._held.close()
 
     def _environment(self) -> dict[str, str]:
@@ -167,10 +173,11 @@ class LocalServer:
         programs = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         key = {KEY_FILE: str(self.spec.api_key_file)} if self.spec.api_key_file else {}
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.spec.gpus)} if self.spec.gpus else {}
-        short = {"TMPDIR": "/tmp"} if len(tempfile.gettempdir()) > LONGEST_TMPDIR else {}
+        # Else torch would compile anew for each server, in its own folder of temporary files.
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{self._folder}/torchinductor_{os.getuid()}"}
         ours = {"PYTHONPATH": path, "PATH": programs, PARENT: str(os.getpid())}
         own_gpus = self.spec.device == "cuda" and not self.spec.shares_memory
-        return group_environment(self.config, own_gpus=own_gpus) | os.environ | ours | key | gpus | short
+        return group_environment(self.config, own_gpus=own_gpus) | compiled | os.environ | ours | key | gpus
 
 
 def hold_port(config: RolloutConfig, index: int) -> socket.socket:
@@ -229,3 +236,10 @@ def _group_members(group: int) -> list[psutil.Process]:
             if os.getpgid(process.pid) == group:
                 members.append(process)
     return members
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """SGLang's files in /dev/shm that the process has mapped; it removes none of them."""
+    with suppress(OSError):  # gone meanwhile
+        return {Path(line.split()[-1]) for line in Path(f"/proc/{pid}/maps").open() if "/dev/shm/sgl" in line}
+    return set()

@@ -22,9 +22,25 @@ BASE = ROOT / "examples" / "quickstart" / "base"
 PROBLEM = "Solve step by step. Last line: Answer: N.\nZoe has 16 cards. Zoe loses 5. Zoe wins 2 more. How many now?"
 
 
-def test_an_empty_prompt_is_refused_in_words():
-    with pytest.raises(ConfigError, match="the prompt is empty"):
-        ask(str(BASE), "", 8, 0.0)
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("", "the prompt is empty"),
+        ("1 + \udcff?", "not in UTF-8"),
+        (PROBLEM * 9, r"the prompt has \d+ tokens: model.context_length = 128"),
+    ],
+)
+def test_a_prompt_that_nobody_can_answer_is_refused_in_words(prompt, said):
+    with pytest.raises(ConfigError, match=said):
+        ask(str(BASE), prompt, 8, 0.0)
+
+
+def test_an_answer_ends_where_the_context_does(monkeypatch):
+    asked = list[GenerationRequest]()
+    monkeypatch.setattr("megatron_dapo.cli.ask._by_transformers", lambda *about: asked.append(about[-1]))
+    ask(str(BASE), PROBLEM, 4000)
+    (one,) = asked
+    assert len(one.prompt_ids) + one.sampling.max_new_tokens == 128
 
 
 def test_a_folder_without_a_model_is_refused_in_words(tmp_path):

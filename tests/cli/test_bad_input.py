@@ -165,4 +165,4 @@ def test_a_model_config_that_is_no_json(refused, tmp_path):
 
 def test_a_ray_cluster_that_is_not_there(run, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    expect(run(), ExitCode.TRAINER, "RAY_ADDRESS = 127.0.0.1:1", "no Ray answers there")
+    expect(run(), ExitCode.TRAINER, "RAY_ADDRESS = 127.0.0.1:1", "no Ray answers at 127.0.0.1:1")

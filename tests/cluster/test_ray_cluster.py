@@ -31,6 +31,16 @@ def test_an_address_where_nothing_answers_is_named_at_once(monkeypatch):
     assert time.monotonic() - began < 15
 
 
+def test_the_address_of_a_cluster_that_is_gone_is_named_at_once(monkeypatch):
+    """Which `auto` finds in a file that Ray has left."""
+    monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.canonicalize_bootstrap_address", lambda _: "127.0.0.1:1")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"RAY_ADDRESS = auto: no Ray answers at 127.0.0.1:1 "):
+        Cluster(processes=1, device="auto")
+    assert time.monotonic() - began < 15
+
+
 def test_an_address_where_something_else_listens_is_named_in_time(monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -39,7 +49,7 @@ def test_an_address_where_something_else_listens_is_named_in_time(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
         monkeypatch.setattr("megatron_dapo.cluster.ray_cluster.CONNECT_DEADLINE_S", 0.5)
         began = time.monotonic()
-        with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: no Ray answers there"):
+        with pytest.raises(ClusterError, match=f"RAY_ADDRESS = {address}: no Ray answers at {address}"):
             Cluster(processes=1, device="auto")
         assert time.monotonic() - began < 15
 

@@ -49,6 +49,7 @@ def test_a_key_of_an_item_of_a_list_is_named_by_its_number(file):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ("model.path=\udcff", "in UTF-8"),
         ("foo.bar=3", "override 'foo.bar=3': foo: no such key"),
         ("run.seed.x=3", "override 'run.seed.x=3': run.seed = {'x': 3}"),
         ("data=&a {x: *a}", "override 'data=&a {x: \\*a}': the value is not valid YAML"),

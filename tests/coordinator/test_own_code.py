@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithm.losses import LOSSES
+from megatron_dapo.algorithm.policy_loss import PolicyObjective
 from megatron_dapo.algorithm.token_loss import LossColumns, TokenLoss
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.coordinator.inputs import check_own_code
@@ -57,6 +58,39 @@ class NeedsReference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NoGradient:
+    stat_names: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, log_probs: Tensor, columns: LossColumns) -> TokenLoss:
+        return TokenLoss(loss=-log_probs.detach() * columns.advantages, stats={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneLength:
+    stat_names: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, log_probs: Tensor, columns: LossColumns) -> TokenLoss:
+        rows = log_probs.view(len(columns.sequence_lengths), -1)
+        return TokenLoss(loss=-rows.cumsum(1).flatten() * columns.advantages, stats={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedsAToken:
+    stat_names: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, log_probs: Tensor, columns: LossColumns) -> TokenLoss:
+        return TokenLoss(loss=-log_probs * columns.advantages / columns.advantages.max().clamp(min=1), stats={})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fails:
+    stat_names: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, log_probs: Tensor, columns: LossColumns) -> TokenLoss:
+        raise ValueError("more tokens than I know")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Differentiates:
     stat_names: ClassVar[tuple[str, ...]] = ()
 
@@ -76,17 +110,20 @@ def config(*overrides: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "tried", "said"),
     [
-        ("OneMean", r"loss has the shape \[\]; it must be one number a token"),
-        ("NoStatistic", r"KeyError\('outside'\)"),
-        ("OneStatistic", r"outside has the shape \[\]"),
-        ("NoColumn", r"AttributeError\(.*returns"),
-        ("NeedsReference", "'NoneType' object has no attribute 'exp'"),
+        ("OneMean", 2, r"loss has the shape \[\]; it must be one number a token"),
+        ("NoStatistic", 2, r"KeyError\('outside'\)"),
+        ("OneStatistic", 2, r"outside has the shape \[\]"),
+        ("NoColumn", 2, r"AttributeError\(.*returns"),
+        ("NeedsReference", 2, "'NoneType' object has no attribute 'exp'"),
+        ("NoGradient", 2, "the loss has no gradient"),
+        ("OneLength", 2, "shape '\\[2, -1\\]' is invalid"),
+        ("NeedsAToken", 0, "max()"),
     ],
 )
-def test_a_loss_that_cannot_be_summed_token_by_token_is_refused(name, said):
-    with pytest.raises(ConfigError, match=rf"algorithm.policy_loss = {HERE}:{name}, on two tokens: .*{said}"):
+def test_a_loss_that_cannot_be_summed_token_by_token_is_refused(name, tried, said):
+    with pytest.raises(ConfigError, match=rf"algorithm.policy_loss = {HERE}:{name}, on {tried} responses.*: .*{said}"):
         check_own_code(config(f"algorithm.policy_loss={HERE}:{name}"))
 
 
@@ -109,3 +146,12 @@ def test_advantages_that_fail_are_named():
     name = f"{HERE}:of_rewards_alone"
     with pytest.raises(ConfigError, match=rf"algorithm.advantage.estimator = {name}: TypeError\(.*positional argument"):
         check_own_code(config(f"algorithm.advantage.estimator={name}"))
+
+
+def test_a_loss_that_fails_later_is_named():
+    tokens = torch.zeros(1)
+    columns = LossColumns(
+        advantages=tokens, old_log_probs=tokens, sequence_index=torch.tensor([0]), sequence_lengths=torch.tensor([1])
+    )
+    with pytest.raises(RuntimeError, match=r"algorithm.policy_loss \(Fails\): ValueError\('more tokens than I know'\)"):
+        PolicyObjective(loss=Fails())(tokens, tokens, columns)

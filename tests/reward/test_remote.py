@@ -135,7 +135,7 @@ def test_a_refusal_is_final_and_nobodys_fault():
         verdicts = judge(url, ask("42"), ask("1"))
     assert sizes == [2]
     assert all(verdict.unjudged and not verdict.accuracy for verdict in verdicts)
-    assert "status 401: who are you" in (verdicts[0].error or "")
+    assert "status 401: 'who are you" in (verdicts[0].error or "")
 
 
 def test_an_answer_is_read_up_to_its_limit_however_it_is_sent(monkeypatch):

@@ -106,7 +106,7 @@ def test_a_service_that_is_late_is_asked_again():
 @pytest.mark.parametrize(
     ("answer", "options", "reason"),
     [
-        (lambda *_: (404, "nothing here"), {}, r"/step: status 404: nothing here \(1 attempts"),
+        (lambda *_: (404, "nothing here"), {}, r"/step: status 404: 'nothing here' \(1 attempts"),
         (
             lambda *_: {"outcome": {"accuracy": "yes"}},
             {"deadline_s": 0.1},
