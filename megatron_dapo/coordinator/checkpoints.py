@@ -361,7 +361,8 @@ class Checkpoints(AbstractAsyncContextManager["Checkpoints"]):
         what, deadline = f"checkpoint of step {step}", 2 * self.config.step_deadline_s
         try:
             await self.waits.wait_for(what, "the trainer ranks' writers", deadline, self._until_written())
-            self.run_dir.publish_checkpoint(folder, step, self.config.keep_checkpoints)
+            self.run_dir.publish_checkpoint(folder, step)
+            await asyncio.to_thread(self.run_dir.keep_newest, self.config.keep_checkpoints)
         except Exception as error:
             self.waits.lose(error)
             raise

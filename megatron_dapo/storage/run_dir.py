@@ -194,13 +194,16 @@ class RunDir:
         aside.mkdir(parents=True, exist_ok=True)
         return aside
 
-    def publish_checkpoint(self, aside: Path, step: int, keep: int) -> None:
-        """Rename into place, point `latest` at it, remove all but the newest `keep`."""
+    def publish_checkpoint(self, aside: Path, step: int) -> None:
+        """Rename into place, point `latest` at it."""
         self.check_there()
         files.replace_folder(aside, aside.with_name(f"step_{step}"), durable=True)
         self._point_latest_at(step)
         self.drop_rollout()
-        for old in self.checkpoints()[:-keep]:
+
+    def keep_newest(self, count: int) -> None:
+        """Remove all checkpoints but the newest `count`: minutes, where a disk is slow to free terabytes."""
+        for old in self.checkpoints()[:-count]:
             files.remove_folder(old.folder)
 
     def drop_rollout(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -135,6 +136,22 @@ def test_the_next_one_waits_for_the_one_under_way_and_the_oldest_goes_only_then(
         assert steps(around) == [3]
 
     run(test, keep_checkpoints=1)
+
+
+def test_a_disk_that_is_slow_to_free_an_old_one_holds_up_nobody(run, monkeypatch):
+    looked = []
+
+    async def test(checkpoints, ranks, around):
+        ranks.room, free = False, threading.Event()
+        monkeypatch.setattr(around.run_dir, "keep_newest", lambda count: looked.append((count, free.wait(10))))
+        published = asyncio.create_task((await checkpoints.begin(progress(1), wait=True))())
+        while not steps(around):
+            await asyncio.sleep(0.001)
+        free.set()
+        await published
+
+    run(test, keep_checkpoints=3)
+    assert looked == [(3, True)]
 
 
 def test_the_config_and_the_last_step_wait_for_it(run):

@@ -104,7 +104,8 @@ def train(tmp_path, monkeypatch):
             save_progress(progress, folder)
 
             async def publish():
-                run_dir.publish_checkpoint(folder, progress.rollout_step, keep=config.run.keep_checkpoints)
+                run_dir.publish_checkpoint(folder, progress.rollout_step)
+                run_dir.keep_newest(config.run.keep_checkpoints)
 
             return publish
 

@@ -169,7 +169,7 @@ def run_dir(tmp_path):
         state = state_text(optimizer_steps=1, layout=LayoutConfig(), distributed_optimizer=True)
         (actor / STATE_FILE).write_text(state)
         put_in_place(actor, aside / "actor", digests)
-        found.publish_checkpoint(aside, step, keep=3)
+        found.publish_checkpoint(aside, step)
     yield found
     found.close()
 

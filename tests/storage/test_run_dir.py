@@ -88,7 +88,8 @@ def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
         folder = aside(run_dir, step)
         (folder / "file").write_text(str(step))
         assert run_dir.latest_checkpoint() is None or run_dir.latest_checkpoint().step == step - 1
-        run_dir.publish_checkpoint(folder, step, keep=2)
+        run_dir.publish_checkpoint(folder, step)
+        run_dir.keep_newest(2)
     (run_dir.path / "checkpoints" / "step_9.bak").mkdir()
     aside(run_dir, 10)
     assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 3]
@@ -99,7 +100,7 @@ def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path):
 def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
     run_dir = RunDir(tmp_path / "run", resume=False)
     for step in (2, 4, 6):
-        run_dir.publish_checkpoint(aside(run_dir, step), step, keep=3)
+        run_dir.publish_checkpoint(aside(run_dir, step), step)
     with pytest.raises(RunDirError, match=r"run\.resume_step = 3.*step 2, step 4, step 6"):
         run_dir.go_back_to(3)
     for again in ("set_aside.step_6", "set_aside.step_6.2"):
@@ -107,7 +108,7 @@ def test_going_back_keeps_later_checkpoints_under_another_name(tmp_path):
         assert [checkpoint.step for checkpoint in run_dir.checkpoints()] == [2, 4]
         assert (run_dir.path / "checkpoints" / "latest").read_text().strip() == "step_4"
         assert (run_dir.path / "checkpoints" / again).is_dir()
-        run_dir.publish_checkpoint(aside(run_dir, 6), 6, keep=3)
+        run_dir.publish_checkpoint(aside(run_dir, 6), 6)
     assert newest_step(run_dir.path) == 6
     run_dir.close()
 
@@ -143,7 +144,7 @@ def test_what_a_resume_rests_on_is_on_disk_when_it_has_its_name(tmp_path, disk):
 
     folder = aside(run_dir, 1)
     (folder / "file").touch()
-    run_dir.publish_checkpoint(folder, 1, keep=1)
+    run_dir.publish_checkpoint(folder, 1)
     folder = run_dir.latest_checkpoint().folder
     assert {os.stat(path).st_ino for path in (folder, folder.parent)} <= disk
     run_dir.close()
@@ -168,7 +169,7 @@ def begun(tmp_path):
     run_dir.write_json("heldout_before.json", {"before": {}, "baseline": None})
     run_dir.ledger.write_text('{"event": "dispatched"}\n{"event": "checkpoint", "rollout_step": 1}\n')
     (run_dir.path / "metrics.jsonl").write_text('{"rollout_step": 1}\n')
-    run_dir.publish_checkpoint(aside(run_dir, 1), 1, keep=2)
+    run_dir.publish_checkpoint(aside(run_dir, 1), 1)
     yield run_dir, file
     run_dir.close()
 
