@@ -122,17 +122,11 @@ class ClientProcess:
         part: Any = away
         responder = Responder(fleet=part, pool=part, decoder=self._decoder)
         away.task = asyncio.ensure_future(responder.play(place, away.play))
-        over, failure, error, progress = False, None, None, None
-        try:
-            await away.task
-            over = True
-        except asyncio.CancelledError:
-            pass
-        except Stopped as stopped:
-            (failure,) = stopped.args
-        except Exception as raised:
-            error = raised
-        if over or error is not None:
+        (error,) = await asyncio.gather(away.task, return_exceptions=True)
+        over, progress, failure = error is None, None, error.args[0] if isinstance(error, Stopped) else None
+        if isinstance(error, Stopped | asyncio.CancelledError):
+            error = None
+        else:
             progress = away.play.carried(), away.drawn()
             self._away.pop(key, None)
         drawn = Drawn(over=over, failure=failure, state=member.state, parts=tuple(parts))
