@@ -13,8 +13,9 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -49,7 +50,7 @@ _LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
 
 
-class ChecksumStream:
+class ChecksumStream(AbstractContextManager["ChecksumStream"]):
     """Checksums of a model whose Hugging Face tensors pass by once, in any order, for several kinds of servers.
 
     Example:
@@ -89,9 +90,6 @@ class ChecksumStream:
         self._copied: dict[str, Tensor] = {}
         """Those of them that have memory of their own."""
         self._pool, self._ahead = ThreadPoolExecutor(_HASH_THREADS), 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)

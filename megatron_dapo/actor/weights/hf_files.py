@@ -11,10 +11,10 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -67,7 +67,7 @@ class TensorPlace:
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class SafetensorsReader:
+class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,9 +82,6 @@ class SafetensorsReader:
                 except (OSError, SafetensorError) as error:
                     raise WeightsError(f"{file}: {error}; fetch it again, as safetensors") from error
             self._opened = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
