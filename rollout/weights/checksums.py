@@ -105,8 +105,7 @@ class ChecksumStream(AbstractContextManager["ChecksumStream"]):
         known = self._incomplete | dict(tensors)
         for name in tensors:
             for key in self._by_source[name]:
-                sources = key[1].sources
-                if key not in self._hashes and all(source in known for source in sources):
+                if key not in self._hashes and known.keys() >= set(key[1].sources):
                     # A GPU is only given work, in order with what fills the tensors and uses them again.
                     at_once = tensors[name].is_cuda and key[0].device != "cpu"
                     hashed = ready(self._hash(*key, known)) if at_once else self._pool.submit(self._hash, *key, known)

@@ -82,8 +82,7 @@ class Turns:
             await asyncio.sleep(_TURN_POLL_S)
         try:
             if self._store.check([publish]):
-                known = json.loads(self._store.get(publish))
-                return {url: Failure(**failure) for url, failure in known.items()}
+                return {url: Failure(**failure) for url, failure in json.loads(self._store.get(publish)).items()}
             if failures := await send():
                 self._store.set(publish, json.dumps({url: asdict(failure) for url, failure in failures.items()}))
             return failures

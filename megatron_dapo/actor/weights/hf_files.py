@@ -209,8 +209,7 @@ class FolderPlan:
 
     def write(self, folder: Path, name: str, tensor: Tensor) -> None:
         """Put one tensor, which is on the CPU, in its place in a folder that `create` made."""
-        dtype = stored_dtype(name, self.shapes, self.dtype)
-        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != dtype:
+        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != stored_dtype(name, self.shapes, self.dtype):
             raise WeightsError(f"{folder}: {name} is planned as {self.shapes[name]}, got {tensor.shape, tensor.dtype}")
         (file, offset), source = self.places[name], bytes_of(tensor.contiguous())
         with (folder / file).open("r+b", buffering=0) as stream:
