@@ -185,8 +185,7 @@ class MegatronActor:
             NonFiniteUpdateError: on every rank, if a loss or gradient is not finite. That step was not made; the ones
                 before it were.
         """
-        needed = PARTS[:2] if self.config.offload.optimizer_state else PARTS
-        with self.memory.resident(*needed):
+        with self.memory.resident(*(PARTS[:2] if self.config.offload.optimizer_state else PARTS)):
             reports = [self._optimizer_step(mini_batch, objective, temperature) for mini_batch in mini_batches]
             self.optimizer.gather_weights()
             return reports

@@ -124,7 +124,7 @@ class ForwardBackward:
         `whole_gradients`: leave the whole sum on every data-parallel rank, also with the distributed optimizer, whose
         ranks otherwise get the sum of their own part only.
         """
-        inputs = self._inputs(mini_batch.responses, mini_batch.plan, mini_batch.columns)
+        inputs = self._inputs(mini_batch.responses, mini_batch.plan, mini_batch.columns, None)
         loss = partial(self._loss, objective=objective, temperature=temperature)
         for chunk in self.chunks:
             # Reductions that overlap with backward are begun by the wrapper, which asks itself and not the schedule.
@@ -138,20 +138,17 @@ class ForwardBackward:
         return dict(zip(names, totals.tolist(), strict=True))
 
     def _inputs(
-        self,
-        responses: Responses,
-        plan: MicroBatchPlan,
-        columns: Mapping[str, np.ndarray],
-        expert_counts: Tensor | None = None,
+        self, responses: Responses, plan: MicroBatchPlan, columns: Mapping[str, np.ndarray], counts: Tensor | None
     ) -> list[_Input]:
-        """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone."""
+        """This rank's micro-batches. `columns`: what the loss reads, [N] each; none for log-probs alone. `counts`: as
+        `PackedSequences`."""
         own, least = plan.micro_batches[self.data_rank], 0
         if self.layout.pipeline > 1:  # a stage knows what it receives without being told
             lengths = responses.sequence_lengths
             least = max(row_length(lengths[indices], self.layout, self.row_multiple) for indices in own)
         place = {"context_rank": self.context_rank, "row_multiple": self.row_multiple, "least": least}
         packed = (pack_micro_batch(responses, indices, self.layout, **place) for indices in own)
-        return [self._input(each, columns, expert_counts) for each in packed]
+        return [self._input(each, columns, counts) for each in packed]
 
     def _input(
         self, packed: PackedMicroBatch, columns: Mapping[str, np.ndarray], expert_counts: Tensor | None
@@ -213,7 +210,7 @@ class ForwardBackward:
         """[N_mb] each, from the last stage's output [1, T, ...]: this rank's columns of the logits, or hidden
         states."""
         rows, targets, places = item.index.unbind()
-        wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens
+        wanted, chunk = (rows, targets, self.shard), self.config.logprob_chunk_tokens or 0
         # An index [0] would write the whole gradient once more in backward. A squeeze(0) gives it strides of which
         # matmul makes a product for each token, where the weight below has no gradient (LoRA).
         output, weight = output.transpose(0, 1).squeeze(1), output_weight(self.chunks[-1])

@@ -74,18 +74,13 @@ def standardized(
 
 
 def step_advantages(
-    rewards: Float[Tensor, "P G"],
-    response_lengths: Int[Tensor, " R"],
-    *,
-    epsilon: float,
-    ddof: int,
-    estimator: Estimator,
+    rewards: Float[Tensor, "P G"], lengths: Int[Tensor, " R"], *, epsilon: float, ddof: int, estimator: Estimator
 ) -> Float[Tensor, " R"]:
-    """The advantages of a rollout step's R = P G responses, group after group. With `mini_batch_std` the last step,
-    `standardized` over the mini-batch, is left to who knows the mini-batch."""
+    """The advantages of a rollout step's R = P G responses of these `lengths`, group after group. With `mini_batch_std`
+    the last step, `standardized` over the mini-batch, is left to who knows the mini-batch."""
     advantages = group_advantages(rewards, epsilon=epsilon, ddof=ddof, estimator=estimator).flatten()
     if estimator == "batch_std":
         return standardized(advantages, epsilon=epsilon, ddof=ddof)
     if estimator == "reinforce_pp_baseline":
-        return standardized(advantages, epsilon=epsilon, ddof=ddof, counts=response_lengths)
+        return standardized(advantages, epsilon=epsilon, ddof=ddof, counts=lengths)
     return advantages

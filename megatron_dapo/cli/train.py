@@ -137,14 +137,12 @@ def save_on_signals(stop: "asyncio.Future[None]", task: "asyncio.Task[Any]", con
 
 def prepare_environment() -> None:
     """Settings that libraries read while they are imported, for this process and those it starts."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    usual = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= usual | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | os.environ
     os.environ["HF_HUB_OFFLINE"] = "1"  # a run reads what it was given and never a hub
     os.environ["PYTHONSAFEPATH"] = "1"  # a file random.py in the working directory is not what a library asks for
     for name in ("PYTHONOPTIMIZE", "PYTHONWARNINGS"):  # Ray adds to docstrings; Megatron's warnings are no errors
         os.environ.pop(name, None)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "RAY_ADDRESS" not in os.environ:
         # Ray's name for "this machine alone". Else it takes the machine's own address, whatever address it is given,
         # and its processes listen on every interface.

@@ -75,31 +75,30 @@ class _Away:
         return self.play.newest or now or self.play.request.begun
 
 
+@dataclass(eq=False, repr=False)
 class ClientProcess:
     """Body of the Ray actor."""
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        timing: Timing,
-        vocab_size: int,
-        api_key: str | None,
-        reward: RewardConfig,
-        decoder: Decoder,
-        rules: Rules,
-        thinking: ThinkingLimit | None,
-        folder: str,
-    ) -> None:
-        """`folder`: the coordinator's working directory, for the user's environments."""
-        os.chdir(folder)
+    rollout: RolloutConfig
+    timing: Timing
+    vocab_size: int
+    api_key: str | None
+    reward: RewardConfig
+    decoder: Decoder
+    rules: Rules
+    thinking: ThinkingLimit | None
+    folder: str
+    """The coordinator's working directory, for the user's environments."""
+
+    def __post_init__(self) -> None:
+        os.chdir(self.folder)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection for each running response
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._decoder, self._rules, self._thinking = decoder, rules, thinking
-        self._pool = RewardPool(reward)
-        deadline_s, control_s = rollout.request_deadline_s, timing.control_deadline_s
-        connect = partial(SglangClient, request_deadline_s=deadline_s, control_deadline_s=control_s, api_key=api_key)
+        self._pool = RewardPool(self.reward)
+        request_s, control_s, key = self.rollout.request_deadline_s, self.timing.control_deadline_s, self.api_key
+        connect = partial(SglangClient, request_deadline_s=request_s, control_deadline_s=control_s, api_key=key)
         self._connect = cache(connect)
-        self._loop = partial(RequestLoop, rollout, timing, vocab_size=vocab_size)
+        self._loop = partial(RequestLoop, self.rollout, self.timing, vocab_size=self.vocab_size)
         self._away: dict[str, _Away] = {}
 
     async def play(self, order: bytes) -> bytes:
@@ -108,8 +107,8 @@ class ClientProcess:
         key, place, url, server, fresh = pickle.loads(order)
         if fresh is not None:
             prompt, whole, carried, begun = fresh
-            whole = replace(whole, sampling=replace(whole.sampling, thinking=self._thinking))
-            play = Play(prompt, whole, self._rules if prompt.environment is not None else None)
+            whole = replace(whole, sampling=replace(whole.sampling, thinking=self.thinking))
+            play = Play(prompt, whole, self.rules if prompt.environment is not None else None)
             play.take(carried, begun)
             self._away[key] = _Away(play, self._pool)
         away, parts = self._away[key], list[ServedPart]()
@@ -120,19 +119,13 @@ class ClientProcess:
         away.stopped = False
         away.play.take(away.play.carried(), away.drawn())
         part: Any = away
-        responder = Responder(fleet=part, pool=part, decoder=self._decoder)
+        responder = Responder(fleet=part, pool=part, decoder=self.decoder)
         away.task = asyncio.ensure_future(responder.play(place, away.play))
-        over, failure, error, progress = False, None, None, None
-        try:
-            await away.task
-            over = True
-        except asyncio.CancelledError:
-            pass
-        except Stopped as stopped:
-            (failure,) = stopped.args
-        except Exception as raised:
-            error = raised
-        if over or error is not None:
+        (error,) = await asyncio.gather(away.task, return_exceptions=True)
+        over, progress, failure = error is None, None, error.args[0] if isinstance(error, Stopped) else None
+        if isinstance(error, Stopped | asyncio.CancelledError):
+            error = None
+        else:
             progress = away.play.carried(), away.drawn()
             self._away.pop(key, None)
         drawn = Drawn(over=over, failure=failure, state=member.state, parts=tuple(parts))

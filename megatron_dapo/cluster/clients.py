@@ -15,7 +15,7 @@ import pickle
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -43,28 +43,27 @@ END_S = 10.0
 """For a play to end that nobody waits for any more."""
 
 
+@dataclass(eq=False, repr=False)
 class Clients:
     """The coordinator's side of them."""
 
-    def __init__(
-        self,
-        fleet: RolloutFleet,
-        report: Callable[[str], None],
-        reward: RewardConfig,
-        decoder: Decoder,
-        rules: Rules,
-        thinking: ThinkingLimit | None,
-    ) -> None:
-        """`report`: gets a line when one is lost. `reward`: the run's; each process has its share of the environments'
-        workers and connections."""
-        self._fleet, self._report = fleet, report
-        rollout, remote = fleet.config, reward.remote_environment
+    fleet: RolloutFleet
+    report: Callable[[str], None]
+    """Gets a line when one is lost."""
+    reward: RewardConfig
+    """The run's; each process has its share of the environments' workers and connections."""
+    decoder: Decoder
+    rules: Rules
+    thinking: ThinkingLimit | None
+
+    def __post_init__(self) -> None:
+        fleet, rollout, remote = self.fleet, self.fleet.config, self.reward.remote_environment
         share = max(1, rollout.client_processes)
         remote = replace(remote, connections=max(1, remote.connections // share))
-        workers = max(1, reward.environment_workers // share)
-        reward = replace(reward, workers=1, environment_workers=workers, remote_environment=remote)
+        workers = max(1, self.reward.environment_workers // share)
+        reward = replace(self.reward, workers=1, environment_workers=workers, remote_environment=remote)
         servers = rollout, fleet.timing, fleet.vocab_size, fleet.api_key
-        self._arguments = *servers, reward, decoder, rules, thinking, os.getcwd()
+        self._arguments = *servers, reward, self.decoder, self.rules, self.thinking, os.getcwd()
         self._hosts, self._starting = list[Any](), set[Any]()
         self._away: dict[str, tuple[int, Play]] = {}
         """(which process has it, play), by the id of its request."""
@@ -72,9 +71,9 @@ class Clients:
 
     async def start(self) -> None:
         """Returns when all answer. The fleet has been started."""
-        for member in self._fleet.members:
+        for member in self.fleet.members:
             member.stop_lent = self._stop
-        self._hosts = [self._start() for _ in range(self._fleet.config.client_processes)]
+        self._hosts = [self._start() for _ in range(self.fleet.config.client_processes)]
         await asyncio.gather(*(host.__ray_ready__.remote() for host in self._hosts))
         for which in range(len(self._hosts)):
             self._keep(self._watch(which))
@@ -110,7 +109,7 @@ class Clients:
 
         self._away[key] = which, play
         try:
-            await self._fleet.lend(whole, draw)
+            await self.fleet.lend(whole, draw)
         except asyncio.CancelledError:
             self._hosts[which].drop.remote(key)  # it may be there without a server, or `drop` came before its order
             raise
@@ -149,7 +148,7 @@ class Clients:
         """Starts another one, once. Returns what was lost, in words."""
         what = f"client process {which}: {why}"
         if self._hosts[which] is host:
-            self._report(f"{what}; starting another one")
+            self.report(f"{what}; starting another one")
             ray.kill(host)
             self._hosts[which] = self._start()
             self._starting.add(self._hosts[which])

@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,25 +189,22 @@ class ServerHost(LocalServer):
         return not any(each.name().startswith(RANK_TITLE) for each in ended)
 
 
+@dataclass(eq=False)
 class RayServer:
     """Engine (rollout.server.engine): the coordinator's side of a ServerHost, or of one on each of a server's nodes. If
     one is lost, all are ended and made anew: no rank can go on without the others."""
 
+    config: RolloutConfig
+    spec: ServerSpec
+    placement: Placement
+    bundles: Sequence[int]
+    beside: Trainer | None
+    """Whose GPUs in the bundle the server uses too, at each start; None: Ray gives it its own."""
     ours = True
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        spec: ServerSpec,
-        placement: Placement,
-        bundles: Sequence[int],
-        beside: Trainer | None,
-    ) -> None:
-        """`beside`: whose GPUs in the bundle the server uses too, at each start; None: Ray gives it its own."""
-        self._config, self._spec, self._placement, self._bundles = config, spec, placement, bundles
-        self._beside = beside
+    def __post_init__(self) -> None:
         self._hosts: list[Any] = []
-        self.url, self._alive = f"http://server{spec.index}.not-started", False
+        self.url, self._alive = f"http://server{self.spec.index}.not-started", False
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -217,16 +214,16 @@ class RayServer:
             ServerStartError: no node has room now, or the actor failed or did not answer. `restart` tries again.
         """
         await self._ask(self._placed(), PLACE_DEADLINE_S, NO_NODE)
-        nodes, spec = len(self._bundles), self._spec
-        on_gpu, gpus = spec.device == "cuda", self._config.tensor_parallel // nodes
-        if self._beside is not None:
-            spec = replace(spec, gpus=_share(self._beside.gpus, spec.index, gpus))
-        own = gpus if on_gpu and self._beside is None else 0
+        nodes, spec = len(self.bundles), self.spec
+        on_gpu, gpus = spec.device == "cuda", self.config.tensor_parallel // nodes
+        if self.beside is not None:
+            spec = replace(spec, gpus=_share(self.beside.gpus, spec.index, gpus))
+        own = gpus if on_gpu and self.beside is None else 0
         cpus = 1 if on_gpu else gpus
-        for bundle, part in zip(self._bundles, spec.on_nodes(nodes), strict=True):
-            place = self._placement.at(bundle)
+        for bundle, part in zip(self.bundles, spec.on_nodes(nodes), strict=True):
+            place = self.placement.at(bundle)
             actor = ray.remote(ServerHost).options(num_cpus=cpus, num_gpus=own, max_restarts=0, **place)
-            self._hosts.append(actor.remote(self._config, part))
+            self._hosts.append(actor.remote(self.config, part))
         first = self._hosts[0]
         try:
             meeting = await self._ask(first.meeting.remote(), START_DEADLINE_S) if nodes > 1 else ""
@@ -242,12 +239,12 @@ class RayServer:
 
     def log_tail(self) -> str:
         """The run directory is on a file system that all nodes see."""
-        return "\n".join(tail(part.log_path) for part in self._spec.on_nodes(len(self._bundles)))
+        return "\n".join(tail(part.log_path) for part in self.spec.on_nodes(len(self.bundles)))
 
     async def restart(self, weights: tuple[Path, str] | None = None) -> None:
         """By a new actor, whatever has become of the old one and its node."""
         await self.close()
-        self._spec = self._spec.starting_with(weights)
+        self.spec = self.spec.starting_with(weights)
         await self.start()
 
     def kill(self) -> None:
@@ -272,8 +269,8 @@ class RayServer:
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _placed(self) -> None:
-        for bundle in self._bundles:
-            while not await asyncio.to_thread(self._placement.stands, bundle):
+        for bundle in self.bundles:
+            while not await asyncio.to_thread(self.placement.stands, bundle):
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _ask(self, answer: Awaitable[Any], deadline_s: float, silent: str = "its Ray actor is silent") -> Any:
@@ -285,4 +282,4 @@ class RayServer:
             cause: object = f"{silent} within {deadline_s:g} s"
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
-        raise ServerStartError(f"server {self._spec.index}: {cause}")
+        raise ServerStartError(f"server {self.spec.index}: {cause}")

@@ -53,10 +53,9 @@ class Heartbeat:
 
 def read_heartbeat(folder: Path) -> Heartbeat | None:
     """The last sign of life; None if there is none that can be read."""
-    try:
+    with suppress(OSError, ValueError):
         return TypeAdapter(Heartbeat).validate_json((folder / FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 async def refuse_live_elsewhere(run_dir: RunDir) -> None:

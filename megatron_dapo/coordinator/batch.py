@@ -82,13 +82,8 @@ def objective_of(algorithm: AlgorithmConfig) -> PolicyObjective:
             raise ValueError(f"its statistic {min(taken)} has the name of one that every objective has")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.policy_loss = {name}, made with loss_options {options}: {error}") from None
-    return PolicyObjective(
-        loss=loss,
-        kl_coefficient=algorithm.kl.coefficient,
-        kl_estimator=algorithm.kl.estimator,
-        kl_aggregation=algorithm.kl.aggregation,
-        entropy_coefficient=algorithm.entropy_coefficient,
-    )
+    kl = {f"kl_{key}": getattr(algorithm.kl, key) for key in ("coefficient", "estimator", "aggregation")}
+    return PolicyObjective(loss=loss, **kl, entropy_coefficient=algorithm.entropy_coefficient)
 
 
 def advantages_of(rewards: torch.Tensor, response_lengths: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:

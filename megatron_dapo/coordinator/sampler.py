@@ -19,7 +19,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from megatron_dapo.algorithm.dynamic_sampling import keep_group
@@ -75,30 +75,28 @@ class _Sent:
         return self.group.done() and not self.group.cancelled() and self.group.exception() is None
 
 
+@dataclass(eq=False)
 class DynamicSampler:
     """Fills batches of `prompts_per_step` groups, in prompt order. Belongs to the event loop of its first `fill`."""
 
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        generate: GenerateGroup,
-        ledger: Ledger,
-        state: SamplerState,
-        prompt_at: Callable[[int], int] = lambda position: position,
-        stages: Sequence[int] = (),
-        holding: RolloutFleet | None = None,
-        unfinished: Callable[[int, int], ScoredGroup | None] = lambda position, version: None,
-        refresh: Refresh = nothing_new,
-    ) -> None:
-        """`prompt_at`: position -> which prompt stands there. `stages`: rollout steps from which responses are drawn in
-        another way; what was sent before is then generated again. `holding`: draws what is unfinished when a batch is
-        full; None: its end is awaited. `unfinished`: (position, weight version at its dispatch) -> what was drawn of a
-        group, after `refresh`; what `state` has of it, `generate` goes on from."""
-        self.refresh = refresh
-        self._stages, self._holding, self._unfinished = stages, holding, unfinished
-        self._config, self._generate, self._ledger, self._prompt_at = config, generate, ledger, prompt_at
+    config: AlgorithmConfig
+    generate: GenerateGroup
+    ledger: Ledger
+    state: InitVar[SamplerState]
+    prompt_at: Callable[[int], int] = lambda position: position
+    """Position -> which prompt stands there."""
+    stages: Sequence[int] = ()
+    """Rollout steps from which responses are drawn in another way; what was sent before is then generated again."""
+    holding: RolloutFleet | None = None
+    """Draws what is unfinished when a batch is full; None: its end is awaited."""
+    unfinished: Callable[[int, int], ScoredGroup | None] = lambda position, version: None
+    """(position, weight version at its dispatch) -> what was drawn of a group, after `refresh`; what `state` has of it,
+    `generate` goes on from."""
+    refresh: Refresh = nothing_new
+
+    def __post_init__(self, state: SamplerState) -> None:
         self._next, self._pass_rate = state.cursor, state.pass_rate
-        self._history = PromptHistory(config.dynamic_sampling, state.history)
+        self._history = PromptHistory(self.config.dynamic_sampling, state.history)
         self._skipped = set(state.passed_over)
         """Positions passed over that the next snapshot may hold."""
         self._resumed_next = state.next
@@ -129,7 +127,7 @@ class DynamicSampler:
         for group in groups:
             versions = {"weight_version": weight_version, "generated_by": group.weight_version}
             self._record(Event.TRAINED, group, rollout_step, **versions)
-        self._ledger.commit()
+        self.ledger.commit()
 
     def snapshot(self, rollout_step: int) -> SamplerState:
         """What a checkpoint after `rollout_step` holds; between two calls of `fill`, after `refresh`. Finished groups
@@ -158,7 +156,7 @@ class DynamicSampler:
         done |= {position: (each.group.result(), each.version) for position, each in sent.items() if each.finished}
         versions = self._begun | {position: each.version for position, each in sent.items()}
         carried, sent_with = tuple(group for group, _ in done.values()), tuple(version for _, version in done.values())
-        unfinished = tuple(one for at, by in versions.items() if at not in done and (one := self._unfinished(at, by)))
+        unfinished = tuple(one for at, by in versions.items() if at not in done and (one := self.unfinished(at, by)))
         return self._left or replace(self._begin, carried=carried, sent_with=sent_with, unfinished=unfinished)
 
     async def fill(
@@ -177,14 +175,14 @@ class DynamicSampler:
         """
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
-        sampling, wanted = self._config.dynamic_sampling, self._config.prompts_per_step
+        sampling, wanted = self.config.dynamic_sampling, self.config.prompts_per_step
         times = sampling.max_oversampling if sampling.filter == "refill" else 1.0
         limit = int(times * wanted)
         try:
             self._history.begin_step(rollout_step)
             expired, expired_tokens = await self._take_up(rollout_step, version)
-            if self._holding is not None:
-                self._holding.let_go()
+            if self.holding is not None:
+                self.holding.let_go()
             batch = _Batch(rollout_step, version, on_kept, wanted, ahead, int(times * (wanted + ahead)))
             predicted = min(limit, self._needed(wanted, 0, ahead, max(0.0, sampling.surplus)))
             while len(batch.kept) < wanted and batch.decided < limit:
@@ -200,10 +198,10 @@ class DynamicSampler:
                 self._flight.clear()
                 self._skipped = {position for position in self._skipped if position < self._next}
                 self._history.passed = {at: rate for at, rate in self._history.passed.items() if at < self._next}
-            elif ahead == 0 and self._holding is None:
+            elif ahead == 0 and self.holding is None:
                 await asyncio.gather(*(sent.group for sent in self._flight))
-            elif hold and self._holding and not all(sent.finished for sent in self._flight):
-                await self._holding.hold()
+            elif hold and self.holding and not all(sent.finished for sent in self._flight):
+                await self.holding.hold()
         except BaseException:
             await self.refresh()
             self._left = self.under_way()
@@ -237,7 +235,7 @@ class DynamicSampler:
 
     def _needed(self, missing: int, in_flight: int, ahead: int, surplus: float) -> int:
         """Prompts to send so that `missing` groups may be expected from all that are in flight."""
-        sampling, rate = self._config.dynamic_sampling, self._pass_rate
+        sampling, rate = self.config.dynamic_sampling, self._pass_rate
         if sampling.filter != "refill":
             return max(0, missing - in_flight)
         # Ahead: reserve enough; more of it would only be too old when its turn comes, and less keeps servers idle.
@@ -258,8 +256,8 @@ class DynamicSampler:
             elif position not in self._skipped:  # what was sent stays sent, whatever is retired by now
                 self._flight.append(self._send(position, rollout_step, weight_version))
         self._next = end
-        begun = [step - 1 for step in self._stages if step <= rollout_step]  # the version that a stage began with
-        oldest = max(weight_version - self._config.dynamic_sampling.max_staleness, *begun, 0)
+        begun = [step - 1 for step in self.stages if step <= rollout_step]  # the version that a stage began with
+        oldest = max(weight_version - self.config.dynamic_sampling.max_staleness, *begun, 0)
         too_old = [at for at, sent in enumerate(self._flight) if sent.version < oldest]
         tokens = await self._expire(too_old, rollout_step)
         for at in too_old:
@@ -276,7 +274,7 @@ class DynamicSampler:
         return sum(spent or 0 for spent in tokens)
 
     def _dispatch(self, batch: "_Batch") -> None:
-        sampling = self._config.dynamic_sampling
+        sampling = self.config.dynamic_sampling
         filled = len(batch.kept) if sampling.filter == "refill" else batch.decided
         missing = batch.wanted - filled + batch.ahead
         more = self._needed(missing, len(self._flight), batch.ahead, sampling.surplus)
@@ -285,7 +283,7 @@ class DynamicSampler:
         while len(self._flight) < goal:
             self._send_next(batch.rollout_step, batch.weight_version)
             if len(self._history.passed) - passed > self._history.most_passed(goal - before):
-                sent = [self._prompt_at(each.position) for each in list(self._flight)[before:]]
+                sent = [self.prompt_at(each.position) for each in list(self._flight)[before:]]
                 if len(sent) < 5 * len(set(sent)):  # another file has enough
                     before, passed = len(self._flight), len(self._history.passed)
                     continue
@@ -295,7 +293,7 @@ class DynamicSampler:
 
     def _send_next(self, rollout_step: int, weight_version: int) -> None:
         """Send the next position, or pass it over."""
-        if self._history.passes_over(self._prompt_at(self._next), self._next):
+        if self._history.passes_over(self.prompt_at(self._next), self._next):
             self._skipped.add(self._next)
             self._write(Event.RETIRED, self._next, rollout_step, weight_version)
         else:
@@ -313,7 +311,7 @@ class DynamicSampler:
     async def _finish(self, position: int, rollout_step: int, weight_version: int) -> ScoredGroup:
         saved, version = self._saved.pop(position, (None, None))
         try:
-            group = saved if saved and version == weight_version else await self._generate(position, weight_version)
+            group = saved if saved and version == weight_version else await self.generate(position, weight_version)
         except Exception as error:
             task = asyncio.current_task()
             given_up = task is not None and task.cancelling() > 0
@@ -335,7 +333,7 @@ class DynamicSampler:
         self._history.add(group, batch.rollout_step)
         useful = keep_group(group.correct, len(group.responses))
         self._pass_rate = self._pass_rate.update(kept=int(useful), filtered=int(not useful))
-        if useful or self._config.dynamic_sampling.filter == "off":
+        if useful or self.config.dynamic_sampling.filter == "off":
             batch.kept.append(group)
             batch.on_kept(group)
         else:
@@ -347,12 +345,12 @@ class DynamicSampler:
         self._write(event, group.position, rollout_step, row=group.prompt_index, **about)
 
     def _write(self, event: Event, position: int, rollout_step: int, weight_version: int, **details: Any) -> None:
-        self._ledger.record(event, prompt=position, rollout_step=rollout_step, weight_version=weight_version, **details)
+        self.ledger.record(event, prompt=position, rollout_step=rollout_step, weight_version=weight_version, **details)
 
     def _check_limit(self, batch: "_Batch") -> None:
         if len(batch.kept) == batch.wanted:
             return
-        sampling, kept = self._config.dynamic_sampling, len(batch.kept)
+        sampling, kept = self.config.dynamic_sampling, len(batch.kept)
         refill = sampling.filter == "refill"
         key = f"max_oversampling = {sampling.max_oversampling:g}" if refill else f"filter = {sampling.filter}"
         found = f"{kept} of {batch.wanted} groups after {batch.decided} prompts (algorithm.dynamic_sampling.{key})"

@@ -16,7 +16,7 @@ from megatron_dapo.algorithm.dynamic_sampling import keep_group
 from megatron_dapo.algorithm.importance import Correction
 from megatron_dapo.config import Config
 from megatron_dapo.coordinator.batch import FilledBatch, Gap
-from megatron_dapo.coordinator.checkpoints import Progress
+from megatron_dapo.coordinator.checkpoints import COUNTERS, Progress
 from megatron_dapo.coordinator.run_context import RunContext
 from megatron_dapo.data.prompts import Prompt
 from megatron_dapo.experience.groups import Admission, ScoredGroup, ScoredResponse
@@ -76,9 +76,7 @@ def step_metrics(
     phases = ("step",) if mode == "async" or (mode == "sync" and carries) else ("rollout", "environment", "reward")
     writing = sum(seconds[phase] for phase in phases)
     metrics: dict[str, float | int] = {
-        "rollout_step": progress.rollout_step,
-        "optimizer_step": progress.optimizer_step,
-        "weight_version": progress.weight_version,
+        **{name: getattr(progress, name) for name in COUNTERS},
         "entropy": float(batch.old.entropy.mean()),
         **_mismatch_metrics(gap),
         "staleness/share": gap.stale_share,
@@ -219,10 +217,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         **{f"sampling/useful_{name}": int(count) for name, count in zip(QUARTERS, by_share, strict=True)},
         "sampling/all_correct": sum(group.correct == len(group.responses) for group in decided),
         "sampling/all_wrong": sum(group.correct == 0 for group in decided),
-        "sampling/carried": admission.carried,
-        "sampling/in_flight": admission.in_flight,
-        "sampling/expired": admission.expired,
-        "sampling/discarded": admission.discarded,
+        **{f"sampling/{fate}": getattr(admission, fate) for fate in ("carried", "in_flight", "expired", "discarded")},
         "sampling/retired": len(admission.passed_over),
         "sampling/pass_rate": useful / len(decided),
         "sampling/oversampling_predicted": admission.predicted_groups / wanted,
@@ -230,9 +225,7 @@ def _sampling_metrics(admission: Admission, wanted: int) -> dict[str, float | in
         # With `tokens/trained`: what is generated in a step, or was carried into it, has one of these fates.
         "tokens/all_correct": sum(group.tokens for group in admission.filtered if group.correct),
         "tokens/all_wrong": sum(group.tokens for group in admission.filtered if not group.correct),
-        "tokens/carried": admission.carried_tokens,
-        "tokens/expired": admission.expired_tokens,
-        "tokens/discarded": admission.discarded_tokens,
+        **{f"tokens/{fate}": getattr(admission, f"{fate}_tokens") for fate in ("carried", "expired", "discarded")},
         "bias/accepted_length": _mean(admission.kept, _length),
         "bias/generated_length": _mean(admission.judged, _length),
         "bias/accepted_accuracy": _mean(admission.kept, attrgetter("accuracy")),

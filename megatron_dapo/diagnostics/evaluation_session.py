@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,25 @@ class EvaluationError(RuntimeError):
     exit_code = 2
 
 
-@dataclass(frozen=True, slots=True)
 class ResponseLog:
-    """`responses.jsonl` in the folder of one evaluation."""
+    """`responses.jsonl` in the folder of one evaluation, which this process holds."""
 
-    known: dict[AnswerKey, Answer]
-    _file: Path
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """`settings`: what decides a response and its verdict; those of an earlier start must have been equal.
+
+        Raises:
+            EvaluationError: its responses were made with other settings, or one of them cannot be read.
+            OSError: the folder cannot be written.
+        """
+        _check_settings(folder, settings)
+        self._file = folder / RESPONSES
+        self.known = _read(self._file)
 
     def add(self, key: AnswerKey, answer: Answer) -> None:
         """One more."""
         mode, problem, sample = key
         append_lines(self._file, [json.dumps({"way": mode, "problem": problem, "sample": sample} | asdict(answer))])
         self.known[key] = answer
-
-
-def response_log(folder: Path, settings: Mapping[str, Any]) -> ResponseLog:
-    """The log of a folder that this process holds.
-
-    Args:
-        settings: what decides a response and its verdict; those of an earlier start must have been equal.
-
-    Raises:
-        EvaluationError: its responses were made with other settings, or one of them cannot be read.
-        OSError: the folder cannot be written.
-    """
-    _check_settings(folder, settings)
-    return ResponseLog(_read(folder / RESPONSES), folder / RESPONSES)
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -90,8 +83,7 @@ def _read(path: Path) -> dict[AnswerKey, Answer]:
         try:
             line = json.loads(text)
             key = (line.pop("way"), line.pop("problem"), line.pop("sample"))
-            earlier = tuple(EarlierTurn(**turn) for turn in line["earlier"])
-            known[key] = Answer(**line | {"earlier": earlier})
+            known[key] = Answer(**line | {"earlier": tuple(EarlierTurn(**turn) for turn in line["earlier"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvaluationError(f"{place}: no response ({error!r}); remove the line, it is asked for again") from None
     return known
@@ -223,7 +215,7 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
             evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
             described = described or await weight_labels(fleet)
             total = len(evaluator.keys)
-            log = response_log(out, answer_settings(config, evaluator, rules, described))
+            log = ResponseLog(out, answer_settings(config, evaluator, rules, described))
             if there := sum(key in log.known for key in evaluator.keys):
                 console.note(f"{there} of {total} responses are there already")
             others = len(log.known) - there  # of problems or samples that are not asked for now

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -150,22 +150,20 @@ async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
         raise
 
 
+@dataclass(eq=False)
 class GroupGenerator:
     """Writes and judges the groups of one run's prompts."""
 
-    def __init__(
-        self,
-        responder: Responder,
-        prompts: PromptSet,
-        sampling: SamplingAt,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        routing: RoutingShape | None = None,
-    ) -> None:
-        """`routing`: of the model, where responses are to come with the experts of their tokens."""
-        self._responder, self._sampling, self._algorithm, self._seed = responder, sampling, algorithm, seed
-        self._routing = routing
-        self._prompts, self._order = prompts.prompts, prompts.order(seed)
+    responder: Responder
+    prompts: InitVar[PromptSet]
+    sampling: SamplingAt
+    algorithm: AlgorithmConfig
+    seed: int
+    routing: RoutingShape | None = None
+    """Of the model, where responses are to come with the experts of their tokens."""
+
+    def __post_init__(self, prompts: PromptSet) -> None:
+        self._prompts, self._order = prompts.prompts, prompts.order(self.seed)
         self._clock = RewardClock()
         self._writing: dict[int, tuple[int, Sequence[Play]]] = {}
         """(weights at the dispatch, responses) of groups under way, by position; after a failure of those that were."""
@@ -184,18 +182,18 @@ class GroupGenerator:
         """The responses to the prompt at `position` of the endless order, judged."""
         prompt = self._prompts[self.prompt_at(position)]
         place = f"prompt {position} ({prompt.place})"
-        begun: Sequence[ScoredResponse | None] = [None] * self._algorithm.group_size
+        begun: Sequence[ScoredResponse | None] = [None] * self.algorithm.group_size
         restored = self._restored.pop(position, None)
         if restored is not None and restored.weight_version == weight_version:  # else it became too old
             begun = restored.responses
         asked = [self._request(prompt, position, weight_version, sample) for sample in range(len(begun))]
-        plays = [Play.of(prompt, one, self._responder.rules, drawn) for one, drawn in zip(asked, begun, strict=True)]
+        plays = [Play.of(prompt, one, self.responder.rules, drawn) for one, drawn in zip(asked, begun, strict=True)]
         self._writing[position] = weight_version, plays
-        turn = self._turn if self._responder.elsewhere is None else None
+        turn = self._turn if self.responder.elsewhere is None else None
         with self._clock.measure("playing" if prompt.environment and turn else "writing"):
-            await gather_or_cancel(self._responder.play(place, play, turn) for play in plays)
+            await gather_or_cancel(self.responder.play(place, play, turn) for play in plays)
         with self._clock.measure("judging"):
-            responses = await self._judge(place, prompt, plays, self._sampling(weight_version).max_new_tokens)
+            responses = await self._judge(place, prompt, plays, self.sampling(weight_version).max_new_tokens)
         del self._writing[position]
         self.finished += 1
         oldest = min(int(response.generation.weight_versions.min()) for response in responses)
@@ -210,7 +208,7 @@ class GroupGenerator:
         version, plays = self._writing.get(position, (None, ()))
         if version != weight_version:
             return self._restored.get(position)
-        drawn = [play.generation(play.newest or self._responder.so_far(play.request)) for play in plays]
+        drawn = [play.generation(play.newest or self.responder.so_far(play.request)) for play in plays]
         if not any(generation.token_ids.size for generation in drawn):
             return None
         begun = (unjudged(all_, play.earlier, play.state) for all_, play in zip(drawn, plays, strict=True))
@@ -236,29 +234,29 @@ class GroupGenerator:
 
     async def _turn(self, place: str, request: GenerationRequest) -> Generation:
         with self._clock.measure("writing"):
-            return await self._responder.generate(place, request)
+            return await self.responder.generate(place, request)
 
     def _request(self, prompt: Prompt, position: int, weight_version: int, sample: int) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"p{position}-v{weight_version}-s{sample}.",  # the dot: SGLang aborts by prefix
             group_id=f"p{position}",
             prompt_ids=prompt.ids,
-            sampling=self._sampling(weight_version),
-            seed=response_seed(self._seed, position, sample),
+            sampling=self.sampling(weight_version),
+            seed=response_seed(self.seed, position, sample),
             priority=position,  # the batch waits for the earliest first
             holdable=True,
-            routing=self._routing,
+            routing=self.routing,
         )
 
     async def _judge(
         self, place: str, prompt: Prompt, plays: Sequence[Play], longest: int
     ) -> tuple[ScoredResponse, ...]:
-        requests, verdicts = await self._responder.judge(place, prompt, plays)
+        requests, verdicts = await self.responder.judge(place, prompt, plays)
         answers = [play.generation(play.done) for play in plays]
-        raw, overlong = raw_reward(torch.tensor([verdict.accuracy for verdict in verdicts])), self._algorithm.overlong
+        raw, overlong = raw_reward(torch.tensor([verdict.accuracy for verdict in verdicts])), self.algorithm.overlong
         for at, verdict in enumerate(verdicts):
             raw[at] = raw[at] if verdict.reward is None else verdict.reward
-            raw[at] += plays[at].turn_rewards if self._algorithm.turn_rewards else 0.0
+            raw[at] += plays[at].turn_rewards if self.algorithm.turn_rewards else 0.0
         lengths = torch.tensor([answer.drawn for answer in answers])
         shaped = shaped_rewards(
             raw, lengths, shape=overlong.shape, max_length=longest, buffer=overlong.buffer, factor=overlong.factor

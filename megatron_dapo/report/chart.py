@@ -149,9 +149,7 @@ def value_text(value: float, unit: Unit) -> str:
         return f"{value:.1f} s"
     if unit == "count" and abs(value) < 100 and value != int(value):
         return f"{value:.1f}"
-    if unit == "count" or abs(value) >= 1000:
-        return f"{value:,.0f}".replace(",", "\u2009")
-    return f"{value:.3g}"
+    return f"{value:,.0f}".replace(",", "\u2009") if unit == "count" or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _tick(value: float, unit: Unit) -> str:

@@ -30,28 +30,20 @@ def naming(path: Path) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
-def sync_file(file: Path) -> None:
-    """Returns when the content of `file` is on disk, whoever wrote it."""
-    with naming(file), file.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in `folder` are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync(path: Path) -> None:
+    """Returns when the content of a file, or the names in a folder, are on disk, whoever wrote them."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
     """Returns when `folder`, everything below it and its own name are on disk, whoever wrote it."""
-    for path, _, files in os.walk(folder):
-        for name in files:
-            sync_file(Path(path, name))
-        sync_folder(Path(path))
-    sync_folder(folder.parent)
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        sync(path)
 
 
 def replace_file(file: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
@@ -71,7 +63,7 @@ def replace_file(file: Path, content: str | bytes, *, durable: bool = True, priv
             os.fsync(stream.fileno())
     os.replace(partial, file)
     if durable:
-        sync_folder(file.parent)
+        sync(file.parent)
 
 
 def replace_folder(partial: Path, folder: Path, *, durable: bool = False) -> None:
@@ -81,14 +73,14 @@ def replace_folder(partial: Path, folder: Path, *, durable: bool = False) -> Non
         durable: the names in it and its own are on disk on return; the content of its files is the caller's to sync.
     """
     if durable:
-        sync_folder(partial)
+        sync(partial)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.rename(folder, old)
     os.rename(partial, folder)
     if durable:
-        sync_folder(folder.parent)
+        sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.experience.groups import EarlierTurn, ScoredGroup, ScoredResponse
-from megatron_dapo.storage.durable import naming, sync_file
+from megatron_dapo.storage.durable import naming, sync
 from reward.verdict import Verdict
 from rollout.generation import FinishReason, Generation
 
@@ -51,7 +51,7 @@ def save_groups(folder: Path, name: str, groups: Sequence[ScoredGroup], extra: M
         stream.flush()
         stream.write(f"\n{_digest_of(file)}\n")
     for ending in ("json", "npz"):
-        sync_file(folder / f"{name}.{ending}")
+        sync(folder / f"{name}.{ending}")
 
 
 def load_groups(folder: Path, name: str) -> tuple[tuple[ScoredGroup, ...], dict[str, Any]]:

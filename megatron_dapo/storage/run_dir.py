@@ -51,8 +51,7 @@ class _Manifest(BaseModel, strict=True):
     command: list[Any] | None = None
 
 
-SHAPES: dict[str, type[BaseModel]] = {"heldout_before.json": _Before, "summary.json": _Summary}
-SHAPES |= {"manifest.json": _Manifest}
+SHAPES: dict[str, Any] = {"heldout_before.json": _Before, "summary.json": _Summary, "manifest.json": _Manifest}
 """Shapes of the run's small JSON files: another program, or another version, may have written them."""
 
 

@@ -80,10 +80,9 @@ class Sandbox:
 
     def exit_code(self, deadline: float) -> int | None:
         """The program's (negative: the signal that killed it); None if it runs on past the deadline."""
-        try:
+        with suppress(TimeoutError, EOFError):
             return int(receive(self.replies, deadline))
-        except (TimeoutError, EOFError):
-            return None
+        return None
 
     def ended_by(self) -> int | None:
         """Asks it to end; the signal that ended it before that, None if none did."""

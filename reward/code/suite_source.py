@@ -68,8 +68,7 @@ def marked(source: str) -> tuple[ast.Module, set[int]]:
     tree, found = ast.parse(source), dict[str, Any]()
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and _unskipped(node):
-            bases = " ".join(map(ast.unparse, node.bases))
-            if node.name.startswith("Test") or "TestCase" in bases:
+            if node.name.startswith("Test") or "TestCase" in " ".join(map(ast.unparse, node.bases)):
                 found |= {f"{node.name}.{each.name}": each for each in node.body if _is_test(each)}
         elif _is_test(node) or (isinstance(node, ast.FunctionDef) and node.name == "check"):
             found[node.name] = node

@@ -113,13 +113,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         return groups
 
     def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
         """[T, H * D] -> [T, H * D]: prompts, or the part of them that is not cached; in decode, one token a request."""
         pool = self.token_to_kv_pool

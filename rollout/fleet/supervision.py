@@ -348,8 +348,7 @@ class Supervisor:
                 reported = now
                 waiting = f"{self.balancer.waiting} requests wait for {states}"
                 self.report(f"all servers are down for {now - down_since:.0f} s (of {deadline_s:g} s); {waiting}")
-            restarting = any(member.restart_deadline >= now for member in self.members)
-            if now - down_since > deadline_s and not restarting:
+            if now - down_since > deadline_s and not any(member.restart_deadline >= now for member in self.members):
                 tails = "\n".join(f"{member.url}:\n{member.engine.log_tail()}" for member in self.members)
                 told = f"all servers are down for longer than rollout.fleet_deadline_s = {deadline_s:g}: {states}"
                 self.balancer.refuse(errors.FleetLost(f"{told}; last words:\n{tails}"))

@@ -21,8 +21,7 @@ def end_with(parent: int) -> None:
 
     It survives an exec, so `preexec_fn` of a process without threads can call it for any program.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; this process would outlive its parent")
     if os.getppid() != parent:
         print(f"the process {parent} that started this one has ended", file=sys.stderr, flush=True)

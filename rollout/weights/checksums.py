@@ -13,8 +13,9 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -49,7 +50,7 @@ _LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
 
 
-class ChecksumStream:
+class ChecksumStream(AbstractContextManager["ChecksumStream"]):
     """Checksums of a model whose Hugging Face tensors pass by once, in any order, for several kinds of servers.
 
     Example:
@@ -90,9 +91,6 @@ class ChecksumStream:
         """Those of them that have memory of their own."""
         self._pool, self._ahead = ThreadPoolExecutor(_HASH_THREADS), 0
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
@@ -107,8 +105,7 @@ class ChecksumStream:
         known = self._incomplete | dict(tensors)
         for name in tensors:
             for key in self._by_source[name]:
-                sources = key[1].sources
-                if key not in self._hashes and all(source in known for source in sources):
+                if key not in self._hashes and known.keys() >= set(key[1].sources):
                     # A GPU is only given work, in order with what fills the tensors and uses them again.
                     at_once = tensors[name].is_cuda and key[0].device != "cpu"
                     hashed = ready(self._hash(*key, known)) if at_once else self._pool.submit(self._hash, *key, known)

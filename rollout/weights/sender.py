@@ -12,9 +12,10 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,8 +82,7 @@ class Turns:
             await asyncio.sleep(_TURN_POLL_S)
         try:
             if self._store.check([publish]):
-                known = json.loads(self._store.get(publish))
-                return {url: Failure(**failure) for url, failure in known.items()}
+                return {url: Failure(**failure) for url, failure in json.loads(self._store.get(publish)).items()}
             if failures := await send():
                 self._store.set(publish, json.dumps({url: asdict(failure) for url, failure in failures.items()}))
             return failures
@@ -117,7 +117,7 @@ class GroupCache:
         return made
 
 
-class WeightSender:
+class WeightSender(AbstractContextManager["WeightSender"]):
     """A sink of buckets (megatron_dapo.actor.weights.hf_weights.stream_weights) that sends each one to every server.
 
     Use as a context. A server that fails is left out of the buckets that follow; nothing is raised for it.
@@ -142,9 +142,6 @@ class WeightSender:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._bytes = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         wait([self._under_way])

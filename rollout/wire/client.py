@@ -120,7 +120,6 @@ class SglangClient:
             routed_from: token (at most P) from which the answer says each token's experts; None: it does not.
             cache_key: cached prefixes are used, and left, only among requests of one key.
         """
-        bias = {str(token): added for token, added in (sampling.logit_bias or {}).items()}
         body: dict[str, Any] = {
             "rid": rid,
             "input_ids": np.ascontiguousarray(prompt_ids),
@@ -131,7 +130,7 @@ class SglangClient:
                 "top_k": -1,
                 "min_p": 0.0,
                 "stop_token_ids": sampling.stop_token_ids,
-                "logit_bias": bias or None,
+                "logit_bias": {str(token): added for token, added in (sampling.logit_bias or {}).items()} or None,
                 "sampling_seed": seed,
             },
             "return_logprob": True,

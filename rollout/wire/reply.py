@@ -255,12 +255,11 @@ def _reply(segment: Segment) -> tuple[Reply, bool]:
     if finish is not None and isinstance(finish.matched, str):  # no request of ours names a text to stop at
         raise ValueError(f"the response was ended by {finish.matched!r}")
     reason = FinishReason.ABORT if finish is None else FinishReason(finish.type)
-    label = None if segment.weight_version is None else str(segment.weight_version)
     reply = Reply(
         token_ids=ids,
         log_probs=log_probs,
         finish_reason=reason,
-        weight_label=label,
+        weight_label=None if segment.weight_version is None else str(segment.weight_version),
         total=segment.total,
         cached_tokens=segment.cached_tokens,
         retractions=segment.retractions,

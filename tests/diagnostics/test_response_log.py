@@ -9,8 +9,8 @@ from megatron_dapo.config import load_config
 from megatron_dapo.diagnostics.evaluation_session import (
     RESPONSES,
     EvaluationError,
+    ResponseLog,
     answer_settings,
-    response_log,
     weight_labels,
 )
 from megatron_dapo.experience.evaluation import Answer
@@ -26,7 +26,7 @@ ANSWER = Answer(text="so \ud800 Answer: 42", tokens=3, truncated=False, correct=
 
 
 def write(folder, count):
-    log = response_log(folder, SETTINGS)
+    log = ResponseLog(folder, SETTINGS)
     for sample in range(count):
         log.add(("sampled", "p", sample), ANSWER)
 
@@ -34,17 +34,17 @@ def write(folder, count):
 def test_what_was_added_is_known_to_the_next_start(tmp_path):
     write(tmp_path, 2)
     known = {("sampled", "p", 0): ANSWER, ("sampled", "p", 1): ANSWER}
-    assert response_log(tmp_path, SETTINGS).known == known
+    assert ResponseLog(tmp_path, SETTINGS).known == known
 
 
 def test_a_torn_last_line_is_asked_for_again(tmp_path):
     write(tmp_path, 3)
     file = tmp_path / RESPONSES
     file.write_bytes(file.read_bytes()[:-20])
-    log = response_log(tmp_path, SETTINGS)
+    log = ResponseLog(tmp_path, SETTINGS)
     assert len(log.known) == 2
     log.add(("sampled", "p", 2), ANSWER)
-    assert len(response_log(tmp_path, SETTINGS).known) == 3
+    assert len(ResponseLog(tmp_path, SETTINGS).known) == 3
 
 
 def test_a_broken_line_is_named(tmp_path):
@@ -52,14 +52,14 @@ def test_a_broken_line_is_named(tmp_path):
     file = tmp_path / RESPONSES
     file.write_text("{}\n" + file.read_text())
     with pytest.raises(EvaluationError, match=r"responses\.jsonl:1: no response"):
-        response_log(tmp_path, SETTINGS)
+        ResponseLog(tmp_path, SETTINGS)
 
 
 @pytest.mark.parametrize("changed", [{"weights": {"fingerprint": "b"}}, {"temperature": 0.5}])
 def test_responses_of_other_weights_or_settings_are_not_taken_over(tmp_path, changed):
     write(tmp_path, 1)
     with pytest.raises(EvaluationError, match=f"made with {next(iter(changed))} = .*another --out"):
-        response_log(tmp_path, SETTINGS | changed)
+        ResponseLog(tmp_path, SETTINGS | changed)
 
 
 @pytest.mark.parametrize("content", [b'{"weights"', b"\xff", b"3"])
@@ -67,7 +67,7 @@ def test_damaged_settings_are_named_with_the_way_out(tmp_path, content):
     (tmp_path / "settings.json").write_bytes(content)
     words = r"settings\.json is damaged .*another --out"
     with pytest.raises(EvaluationError, match=words):
-        response_log(tmp_path, SETTINGS)
+        ResponseLog(tmp_path, SETTINGS)
 
 
 def test_one_process_writes_at_a_time(tmp_path):

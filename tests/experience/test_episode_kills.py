@@ -124,7 +124,7 @@ def test_a_kill_while_the_environment_is_asked_loses_no_turn_and_no_state(text, 
 def test_earlier_turns_are_the_same_after_a_kill(text, own):
     prompt = prompt_of(text, "Guess.", environment=own("guess"))
     generator = generator_of(text, prompt, Talker(text, speak), None)
-    request, rules = generator._request(prompt, 0, 3, 0), generator._responder.rules
+    request, rules = generator._request(prompt, 0, 3, 0), generator.responder.rules
     play, asked = Play.of(prompt, request, rules), []
     for turn in range(3):
         play.newest = asyncio.run(Talker(text, speak).generate(play.request))

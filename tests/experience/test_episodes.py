@@ -16,7 +16,7 @@ from megatron_dapo.coordinator.checkpoints import Progress, load_progress, save_
 from megatron_dapo.coordinator.step_metrics import _episode_metrics, _response_metrics, histograms, write_samples
 from megatron_dapo.data.order import Span
 from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.diagnostics.evaluation_session import response_log
+from megatron_dapo.diagnostics.evaluation_session import ResponseLog
 from megatron_dapo.experience.episodes import UNENDED, drawn_turns, turn_rules
 from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import GroupGenerator, Responder, Unjudged
@@ -348,7 +348,7 @@ def test_held_out_problems_are_episodes_too_and_their_log_knows_turns(text, own,
         evaluator, pool = evaluated(text, prompt, fleet, tmp_path)
         (tmp_path / "log").mkdir(exist_ok=True)
         try:
-            log = response_log(tmp_path / "log", {})
+            log = ResponseLog(tmp_path / "log", {})
             found = await evaluator.answer("e", known=log.known, record=log.add, forbid=forbid)
             return found["sampled"][0], fleet
         finally:

@@ -11,7 +11,7 @@ from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.coordinator.batch import step_arrays
 from megatron_dapo.coordinator.step_metrics import _response_metrics, write_samples
 from megatron_dapo.data.tokenizer import load_text_tools
-from megatron_dapo.diagnostics.evaluation_session import EvaluationError, response_log
+from megatron_dapo.diagnostics.evaluation_session import EvaluationError, ResponseLog
 from megatron_dapo.experience.episodes import thinking_limit
 from megatron_dapo.experience.evaluation import Evaluator
 from megatron_dapo.experience.generator import Responder
@@ -156,10 +156,10 @@ def test_evaluations_are_interrupted_too_and_count_drawn_tokens(text, tmp_path):
 
 
 def test_answers_of_an_evaluation_without_a_budget_are_not_mixed_with_others(tmp_path):
-    response_log(tmp_path, {"seed": None})
-    response_log(tmp_path, {"seed": None, "thinking_budget": None})
+    ResponseLog(tmp_path, {"seed": None})
+    ResponseLog(tmp_path, {"seed": None, "thinking_budget": None})
     with pytest.raises(EvaluationError, match="thinking_budget = None"):
-        response_log(tmp_path, {"thinking_budget": 9})
+        ResponseLog(tmp_path, {"thinking_budget": 9})
 
 
 def test_a_truncated_response_is_one_cut_off_at_the_end(groups):

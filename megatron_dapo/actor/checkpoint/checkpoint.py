@@ -32,7 +32,7 @@ from megatron_dapo.actor.device.process_groups import gather_objects
 from megatron_dapo.actor.optimizer import ActorOptimizer
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.actor_config import LayoutConfig
-from megatron_dapo.storage.durable import replace_file, sync_file
+from megatron_dapo.storage.durable import replace_file, sync
 
 MEMORY_SHARE = 0.5
 """Of a host's available memory, what the copies of its ranks may take; else they write before training goes on."""
@@ -106,7 +106,7 @@ class PendingSave:
             # The rest is rank 0's own: Megatron's common values, the index, the state file, ranks without shards.
             rest = sorted({path.name for path in self._aside.iterdir()} - digests.keys())
             for name in rest:  # Megatron leaves its common values to the system
-                sync_file(self._aside / name)
+                sync(self._aside / name)
                 digests[name] = files.digest_of(self._aside / name)
             files.put_in_place(self._aside, self._folder, digests)
         except OSError:

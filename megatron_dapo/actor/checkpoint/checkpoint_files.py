@@ -106,9 +106,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
 
 
 def check_whole(
-    folder: Path,
-    share: slice = slice(None),
-    gather: Callable[[dict[str, str]], list[dict[str, str]]] = lambda own: [own],
+    folder: Path, share: slice = slice(None), gather: Callable[[Any], list[Any]] = lambda own: [own]
 ) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 

@@ -55,13 +55,7 @@ Options = tuple[VocabularyShard, float, int]
 
 
 def token_log_probs(
-    logits: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-    shard: VocabularyShard,
-    *,
-    temperature: float = 1.0,
-    chunk: int | None = None,
+    logits: Tensor, rows: Tensor, targets: Tensor, shard: VocabularyShard, *, temperature: float = 1.0, chunk: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, each [n], float32 (float64 for float64 logits), the same on every tensor-parallel rank.
 
@@ -70,7 +64,7 @@ def token_log_probs(
         rows: int64 [n], no row twice. Only these are brought to float32.
         targets: int64 [n], token ids of the whole vocabulary.
         temperature: the distribution is softmax(logits / temperature).
-        chunk: rows in float32 at a time; None: as many as suit the device.
+        chunk: rows in float32 at a time; 0: as many as suit the device.
     """
     chunk = chunk or max(1, piece_elements(logits.device) // max(1, shard.size))
     return _TokenLogProbs.apply(logits, rows, targets, (shard, temperature, chunk))
@@ -84,7 +78,7 @@ def linear_token_log_probs(
     shard: VocabularyShard,
     *,
     temperature: float = 1.0,
-    block: int | None = None,
+    block: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`token_log_probs` of the logits hidden @ weight.T, of which only a block of columns ever exists.
 
@@ -96,7 +90,7 @@ def linear_token_log_probs(
         weight: [V / tp, h] of this rank. The products are made in the type of `hidden`; only a block of the weight, and
             of its gradient, is ever converted.
         rows, targets, temperature: as in `token_log_probs`.
-        block: columns at a time; None: as many as suit the device.
+        block: columns at a time; 0: as many as suit the device.
     """
     block = block or max(MIN_BLOCK, piece_elements(hidden.device) // max(1, len(rows)))
     return _LinearTokenLogProbs.apply(hidden, weight, rows, targets, (shard, temperature, block))

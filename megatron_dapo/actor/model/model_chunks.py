@@ -51,11 +51,9 @@ def build_model(
     for vp_stage in [None] if virtual is None else range(virtual):
         if device.transformer_engine:
             # Megatron applies the rotary embedding.
-            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-                num_experts=config.num_moe_experts,
-                moe_grouped_gemm=config.moe_grouped_gemm,
-                qk_layernorm=config.qk_layernorm,
-            )
+            experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
+            norms = {"qk_layernorm": config.qk_layernorm}
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts, **norms)
         else:
             spec = local_spec(config, rotary=Rotary(inverse_frequencies), vp_stage=vp_stage)
         chunk = GPTModel(

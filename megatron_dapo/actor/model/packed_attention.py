@@ -157,13 +157,7 @@ class PackedAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        *,
-        rotary: Rotary,
-        pg_collection: ProcessGroupCollection | None = None,
-        **_: Any,
+        self, config: TransformerConfig, layer_number: int, *, rotary: Rotary, pg_collection: Any = None, **_: Any
     ):
         super().__init__(config=config)
         self.rotary = rotary
@@ -171,16 +165,9 @@ class PackedAttention(MegatronModule):
         self.context_group = groups.cp if config.context_parallel_size > 1 else None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None = None,
-        *,
-        packed_seq_params: PackedSequences,
-        **_: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSequences, **__: Any
     ) -> Tensor:
-        """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
+        """query [t, H, D], key and value [t, G, D] -> [t, H * D]; a mask, which Megatron may give, is not read."""
         plan = packed_seq_params.plan
         query, key = self.rotary(query, packed_seq_params), self.rotary(key, packed_seq_params)
         if self.context_group is not None:

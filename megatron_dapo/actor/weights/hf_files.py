@@ -11,10 +11,10 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -67,7 +67,7 @@ class TensorPlace:
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class SafetensorsReader:
+class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """The tensors of a folder, read slice by slice: `model.safetensors`, or the files that its index names."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,9 +82,6 @@ class SafetensorsReader:
                 except (OSError, SafetensorError) as error:
                     raise WeightsError(f"{file}: {error}; fetch it again, as safetensors") from error
             self._opened = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -212,8 +209,7 @@ class FolderPlan:
 
     def write(self, folder: Path, name: str, tensor: Tensor) -> None:
         """Put one tensor, which is on the CPU, in its place in a folder that `create` made."""
-        dtype = stored_dtype(name, self.shapes, self.dtype)
-        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != dtype:
+        if tuple(tensor.shape) != self.shapes[name] or tensor.dtype != stored_dtype(name, self.shapes, self.dtype):
             raise WeightsError(f"{folder}: {name} is planned as {self.shapes[name]}, got {tensor.shape, tensor.dtype}")
         (file, offset), source = self.places[name], bytes_of(tensor.contiguous())
         with (folder / file).open("r+b", buffering=0) as stream:

@@ -19,13 +19,7 @@ from megatron_dapo.actor.model.hf_config import HFModelConfig
 from megatron_dapo.actor.offload import to_pageable
 from megatron_dapo.actor.weights.buckets import plan_buckets
 from megatron_dapo.actor.weights.hf_files import FolderPlan, SafetensorsReader, WeightsError, partial_folder
-from megatron_dapo.actor.weights.model_tensors import (
-    OUTPUT_LAYER,
-    WORD_EMBEDDINGS,
-    check_weights,
-    hf_shapes,
-    model_shards,
-)
+from megatron_dapo.actor.weights.model_tensors import EMBEDDINGS, OUTPUT_LAYER, check_weights, hf_shapes, model_shards
 from megatron_dapo.actor.weights.quantize import quantized
 from megatron_dapo.actor.weights.shards import Shards
 
@@ -239,7 +233,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module], hf: HFModelConfig) -> It
                     rest = f"mlp.experts.{number}.{part}.weight"
                 yield f"{prefix}{layer}.{FUSED_NORMS.get(rest, rest)}", parameter
             else:
-                yield WORD_EMBEDDINGS if name == OUTPUT_LAYER and hf.tied else name, parameter
+                yield EMBEDDINGS if name == OUTPUT_LAYER and hf.tied else name, parameter
 
 
 def place_of(name: str) -> str:

@@ -7,14 +7,14 @@ from megatron_dapo.actor.weights.hf_files import HEAD, SafetensorsReader
 from megatron_dapo.actor.weights.quantize import quantized_shapes
 from megatron_dapo.actor.weights.shards import Shards
 
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
 
 def model_shards(hf: HFModelConfig) -> dict[str, Shards]:
     """Every parameter of the whole model in its order, by Megatron's name with the global layer number."""
     vocabulary = (hf.vocab_size, hf.hidden_size)
-    shards = {WORD_EMBEDDINGS: Shards(shapes={"model.embed_tokens.weight": vocabulary})}
+    shards = {EMBEDDINGS: Shards(shapes={"model.embed_tokens.weight": vocabulary})}
     for layer in range(hf.num_layers):
         for name, layer_shards in _layer_shards(hf, f"model.layers.{layer}").items():
             shards[f"decoder.layers.{layer}.{name}"] = layer_shards
