@@ -39,7 +39,10 @@ async def _evaluate(target: Path, overrides: Sequence[str], model: Path | None, 
     from megatron_dapo.cluster.waits import StopRequested
     from megatron_dapo.diagnostics.evaluation_session import KEPT, evaluate
     from megatron_dapo.monitor.console import Console, text_page
+    from megatron_dapo.storage.run_dir import has_run
 
+    if out is not None and has_run(out):
+        raise ConfigError(f"--out {out}: holds a run, whose own files would be written over; name another folder")
     config, folder, step = find_target(target, overrides, model)
     # With a handler of its own the loop wakes at every signal, also at one that comes just before it waits.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)

@@ -206,7 +206,7 @@ async def _services(run: RunBase, progress: Progress, *, goes_on: bool) -> tuple
     described = await _start_both(run, _start_trainer(run, trainer, fleet, placement, progress), fleet)
     if not goes_on:  # before the config: to a later start it would look like one of this
         run_dir.drop_rollout()
-    run_dir.set_summary_aside()
+    run_dir.set_results_aside(progress.rollout_step)
     run_dir.write_text("config.yaml", dump_config(config))
     run_dir.write_json("manifest.json", manifest(config, run.inputs, described))
     plain = [f"{key.replace('_', ' ')} {value}" for key, value in described.items() if isinstance(value, str | int)]

@@ -61,6 +61,9 @@ class StepPlan:
     generated_tokens: float
     trained_tokens: float
     generated_groups: float
+    kept_groups: float
+    """Fewer than asked for: the limit of over-sampling came first."""
+
     mean_length: float
     """Trained response tokens."""
 
@@ -132,6 +135,7 @@ def plan_step(case: Scenario, filled: Sequence[RolloutStep], *, every: int = 1) 
         generated_tokens=fmean(one.tokens for one in filled),
         trained_tokens=lengths.sum() / steps,
         generated_groups=fmean(one.groups for one in filled),
+        kept_groups=fmean(len(one.kept) for one in filled),
         mean_length=float(lengths.mean()),
         cut_off=float((lengths >= case.workload.longest).mean()),
         slots=filled[0].fleet.slots,

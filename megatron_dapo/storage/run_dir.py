@@ -235,17 +235,20 @@ class RunDir:
         if step not in steps:
             there = ", ".join(f"step {found}" for found in steps) or "none"
             raise RunDirError(f"run.resume_step = {step}: {self.path / 'checkpoints'} holds {there}")
-        self.set_summary_aside()
+        self.set_results_aside(step)
         self._point_latest_at(step)  # first: it must not name what is not there any more
         for later in self.checkpoints():
             if later.step > step:
                 os.replace(later.folder, _unused(later.folder.with_name(f"set_aside.{later.folder.name}")))
 
-    def set_summary_aside(self) -> None:
-        """The run goes on: with a summary it would be taken for finished, and its exported model for the newest."""
-        for name in ("summary.json", "model"):
-            if (there := self.path / name).exists():
-                os.replace(there, _unused(self.path / f"set_aside.{name}"))
+    def set_results_aside(self, step: int) -> None:
+        """The run goes on after rollout step `step`: with a summary it would be taken for finished, its exported model
+        for the newest, and evaluations of later steps, which are to come, for its own."""
+        numbered = [each for each in self.path.glob("evaluations/step*") if each.name[4:].isdigit()]
+        later = [each for each in numbered if int(each.name[4:]) > step]
+        for there in (*(self.path / name for name in ("summary.json", "model", "evaluations/after")), *later):
+            if there.exists():
+                os.replace(there, _unused(self.path / f"set_aside.{there.name}"))
 
     def close(self) -> None:
         self._lock.release()

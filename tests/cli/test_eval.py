@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.command_line import config_of
-from megatron_dapo.cli.eval import find_target
+from megatron_dapo.cli.eval import evaluate, find_target
 from megatron_dapo.config import ConfigError, dump_config, load_config
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "dapo.yaml"
@@ -60,6 +60,12 @@ def test_results_of_a_runs_model_lie_in_the_run(run):
     config, folder, step = find_target(run / "model", [], None)
     assert (config.model.path, folder, step) == (str(run / "model"), run / "evaluations" / "model", None)
     assert config.evaluation.path == str(run.parents[1] / "held.jsonl")
+
+
+def test_results_are_not_written_over_a_run(run):
+    (run / "ledger.jsonl").write_text('{"event": "dispatched"}\n')
+    with pytest.raises(ConfigError, match=r"--out .*runs/one: holds a run"):
+        evaluate(str(run), out=run)
 
 
 def test_an_option_that_would_not_be_read_is_refused():

@@ -349,3 +349,6 @@ def test_a_run_that_starts_lacks_no_file(tmp_path, capsys):
     write_lines(tmp_path / "status.json", [asdict(beat(state="failed"))])
     status_command(tmp_path)
     assert "metrics.jsonl is missing" in capsys.readouterr().out
+    write_lines(tmp_path / "status.json", [asdict(beat(state="failed", rollout_steps=0))])
+    status_command(tmp_path)
+    assert "metrics.jsonl is missing" not in capsys.readouterr().out, "an evaluation has none"

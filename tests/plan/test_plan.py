@@ -119,6 +119,13 @@ def test_longer_responses_and_a_lower_pass_rate_cost_time(constants):
     assert rare.seconds > usual.seconds
 
 
+@pytest.mark.parametrize(("pass_rate", "said"), [("0.05", "such a run stops"), ("0.4", "")])
+def test_a_run_that_would_stop_at_the_limit_of_over_sampling_is_told(capsys, pass_rate, said):
+    shown = CliRunner().invoke(app, ["plan", str(RECIPES / "h100_32.yaml"), "--pass-rate", pass_rate]).output
+    assert ("Over-sampling ends at its limit with" in shown) == bool(said)
+    assert said in shown
+
+
 def test_without_dynamic_sampling_nothing_is_generated_in_vain(constants):
     step = planned(constants, "h100_128", {"algorithm.dynamic_sampling.filter": "off"}).step
     assert step.generated_groups == 512

@@ -279,6 +279,8 @@ def test_the_error_that_ended_a_run_is_shown(tmp_path):
     usual = {"pid": 1, "host": "h", "started": 1.0, "written": 2.0, "rollout_steps": 12, "waits": [], "error_at": 2.0}
     write_lines(folder / "status.json", [{**usual, "state": "failed", "error": "Stalled: <no answer>"}])
     assert "Last error: Stalled: <no answer>" in page_of(folder).text
+    write_lines(folder / "status.json", [{**usual, "started": 3.0, "state": "running", "error": "Lost"}])
+    assert "Last error (before this start): Lost" in page_of(folder).text
 
 
 @pytest.mark.parametrize("name", ["summary.json", "manifest.json", "config.yaml", "samples.jsonl"])

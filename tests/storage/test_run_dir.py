@@ -275,17 +275,28 @@ def test_a_run_that_goes_back_is_not_finished_any_more(begun):
 
 def test_a_run_that_goes_on_is_not_finished_any_more(begun):
     run_dir, _ = begun
-    run_dir.set_summary_aside()
+    run_dir.set_results_aside(1)
     for steps in (1, 2):
         run_dir.write_json("summary.json", {"rollout_steps": steps})
         (run_dir.path / "model").mkdir()
         (run_dir.path / "model" / "config.json").write_text(str(steps))
-        run_dir.set_summary_aside()
+        run_dir.set_results_aside(1)
     assert not (run_dir.path / "summary.json").exists()
     assert json.loads((run_dir.path / "set_aside.summary.json").read_text()) == {"rollout_steps": 1}
     assert not (run_dir.path / "model").exists(), "`eval` and `ask` would take it for the newest"
     kept = [run_dir.path / f"set_aside.model{number}" / "config.json" for number in ("", ".2")]
     assert [file.read_text() for file in kept] == ["1", "2"]
+
+
+def test_what_was_measured_of_steps_that_are_to_come_again_is_none_of_the_runs_results(begun):
+    run_dir, _ = begun
+    for name in ("before", "step1", "step2", "step12", "after", "v3", "mine"):
+        (run_dir.path / "evaluations" / name).mkdir(parents=True)
+    run_dir.set_results_aside(1)
+    assert {each.name for each in (run_dir.path / "evaluations").iterdir()} == {"before", "step1", "v3", "mine"}
+    assert {each.name for each in run_dir.path.glob("set_aside.*")} == {
+        f"set_aside.{name}" for name in ("step2", "step12", "after")
+    }
 
 
 def test_a_resume_keeps_the_type_of_the_weights(begun):
