@@ -261,8 +261,7 @@ def test_a_phase_has_one_colour_in_the_bar_of_the_time_and_in_its_chart(tmp_path
 
 def test_a_statistic_of_the_loss_has_a_chart_without_being_declared(tmp_path):
     run = write_run(tmp_path / "run")
-    lines = [{**line, "objective/outside": 0.25} for line in metrics()]
-    write_lines(run / "metrics.jsonl", lines)
+    write_lines(run / "metrics.jsonl", [{**line, "objective/outside": 0.25} for line in metrics()])
     page = page_of(run)
     assert "Of the policy loss: mean over the tokens that carry loss." in page.text
     assert "outside, mean" in page.text, "in the table of numbers"
@@ -276,11 +275,10 @@ def test_a_run_under_way_shows_what_there_is(tmp_path):
 
 def test_the_error_that_ended_a_run_is_shown(tmp_path):
     folder = write_run(tmp_path / "run", finished=False, steps=3)
-    usual = {"pid": 1, "host": "h", "started": 1.0, "written": 2.0, "rollout_steps": 12, "waits": [], "error_at": 2.0}
-    write_lines(folder / "status.json", [{**usual, "state": "failed", "error": "Stalled: <no answer>"}])
-    assert "Last error: Stalled: <no answer>" in page_of(folder).text
-    write_lines(folder / "status.json", [{**usual, "started": 3.0, "state": "running", "error": "Lost"}])
-    assert "Last error (before this start): Lost" in page_of(folder).text
+    usual = {"pid": 1, "host": "h", "written": 2.0, "rollout_steps": 12, "waits": [], "error_at": 2.0, "state": "failed"}
+    for started, said in ((1.0, "Last error: Stalled: <no answer>"), (3.0, "Last error (before this start): Stalled")):
+        write_lines(folder / "status.json", [{**usual, "started": started, "error": "Stalled: <no answer>"}])
+        assert said in page_of(folder).text
 
 
 @pytest.mark.parametrize("name", ["summary.json", "manifest.json", "config.yaml", "samples.jsonl"])
