@@ -6,11 +6,11 @@ python -m tools.convert_checkpoint to-hf runs/dapo/checkpoints/step_100 exported
 Weights are streamed by several processes; what one holds depends on the largest parameter, not on the model. A target
 is written aside and renamed.
 
-`to-megatron` writes the model without an optimizer. A checkpoint has no pipeline in it and loads at any layout, uneven
-splits of the layers too; --tensor pads the vocabulary and cuts the tensors so that each of that many tensor-parallel
-ranks reads only its own. `to-hf` takes the model part of a run's checkpoint (its `step_N` folder) or of a converted
-one, after comparing every file with the manifest. LoRA adapters are merged into the model that they were trained on,
-and also written for PEFT, to `adapter`.
+`to-megatron` writes the model, a folder or `hf://OWNER/NAME`, without an optimizer. A checkpoint has no pipeline in it
+and loads at any layout, uneven splits of the layers too; --tensor pads the vocabulary and cuts the tensors so that each
+of that many tensor-parallel ranks reads only its own. `to-hf` takes the model part of a run's checkpoint (its `step_N`
+folder) or of a converted one, after comparing every file with the manifest. LoRA adapters are merged into the model
+that they were trained on, and also written for PEFT, to `adapter`.
 
 Exit code 0: done, 1: --verify found a difference, 2: the source is wrong or partial, an option is, or the disk is full;
 130: interrupted. Whatever fails leaves a target that was there as it was.
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from megatron_dapo.actor.model.hf_config import HFModelConfig, check_layout
 from megatron_dapo.actor.step_data import CheckpointError
 from megatron_dapo.config.base import ConfigError
+from megatron_dapo.data.hub import local_path
 from tools.arguments import positive, positive_count
 from tools.rank_pool import RankError, RankPool
 
@@ -133,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, source, target in (("to-megatron", "MODEL", "CHECKPOINT"), ("to-hf", "CHECKPOINT", "MODEL")):
         command = commands.add_parser(name, help=f"{source} -> {target}")
-        command.add_argument("source", type=Path, metavar=source)
+        # Of an address `hf://OWNER/NAME` a path would keep one slash.
+        command.add_argument("source", type=str if name == "to-megatron" else Path, metavar=source)
         command.add_argument("target", type=Path, metavar=target)
         command.add_argument(
             "--processes", type=positive_count, default=min(16, os.cpu_count() or 1), help="how many copy"
@@ -155,20 +157,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_folder_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--base", type=Path, help="the model that was trained (default: the run's model.path)")
+    command.add_argument("--base", help="the model that was trained, a folder or hf://OWNER/NAME (default: the run's)")
     command.add_argument("--max-file-gb", type=positive, default=5.0, help="largest safetensors file, 1e9 bytes")
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """What is replaced is deleted: never the source, nor a folder that is something else."""
+    """What is replaced is deleted: never the source, nor a folder that is something else. A model is fetched."""
+    there = options.command == "to-megatron"
+    for name in ["pipeline"] if there else ["tensor", "pipeline"]:
+        if (size := getattr(options, name)) > 1 and not options.verify:
+            raise ConfigError(f"--{name} {size}: is the layout that --verify loads; give --verify too, or leave it out")
+    name, setting = ("source", "MODEL") if there else ("base", "--base")
+    if text := getattr(options, name):
+        setattr(options, name, Path(local_path(text, setting)))
     source, target = options.source.resolve(), options.target.resolve()
-    unread = ["pipeline"] if options.command == "to-megatron" else ["tensor", "pipeline"]
-    for name in unread:
-        if getattr(options, name) > 1 and not options.verify:
-            raise ConfigError(
-                f"--{name} {getattr(options, name)}: is the layout that --verify loads; a checkpoint has none. Give "
-                "--verify too, or leave it out"
-            )
     if not source.is_dir():
         raise ConfigError(f"{options.source}: no such folder")
     if target == source:

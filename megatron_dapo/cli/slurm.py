@@ -21,7 +21,7 @@ def slurm(
     cpus_per_node: Annotated[int, typer.Option(min=1)] = 64,
     nodes: Annotated[int | None, typer.Option(min=1, help="Otherwise as few as the run fits on.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of one job; the run goes on in the next one.")] = "24:00:00",
-    warn: Annotated[int | None, typer.Option(min=1, help="Seconds to save before the limit; else by the plan.")] = None,
+    warn: Annotated[int | None, typer.Option(min=1, max=65535, help="Seconds left to save; else by the plan.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="More options of sbatch: --sbatch=--partition=h100")] = None,
     container: Annotated[str | None, typer.Option(help="Image for pyxis; a .sif file: for Apptainer.")] = None,
     mounts: Annotated[str | None, typer.Option(help="Mounts of the container: FROM:TO,...")] = None,

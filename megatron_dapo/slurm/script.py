@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from pathlib import Path
 from megatron_dapo.config import Config, ConfigError
 from megatron_dapo.monitor.console import text_page
 from megatron_dapo.plan.scenario import share_gpus
+
+_OWN = " --time --signal --nodes --ntasks --ntasks-per-node --tasks-per-node --cpus-per-task -t -N -n -c"
+"""Options of sbatch that the script sets and goes by, each after a blank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +42,20 @@ class SlurmOptions:
 
 
 def limit_s(time: str) -> int | None:
-    """Seconds of a time limit as Slurm writes it ("90", "30:00", "24:00:00", "2-12", "2-12:30"); None: without limit.
+    """Seconds of a time limit as Slurm writes it ("90", "30:00", "24:00:00", "2-12", "2-12:30"); None: without limit,
+    as 0 asks for too.
 
     Raises:
         ConfigError: it is none.
     """
-    if time.upper() in ("UNLIMITED", "INFINITE", "0"):
+    if time.upper() in ("UNLIMITED", "INFINITE"):
         return None
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", time):
         raise ConfigError(f"--time {time!r}: no time limit of Slurm's; write it as 24:00:00 or 2-12:00:00")
     days, dash, clock = time.rpartition("-")
     numbers = [int(number) for number in clock.split(":")]
     units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False)) or None
 
 
 def used_of_nodes(config: Config, options: SlurmOptions) -> list[int]:
@@ -118,27 +123,33 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
 
     Raises:
         ConfigError: the run does not fit on `options.nodes` nodes, would save at once or go back at every start, or a
-            name would be read as a line of the script.
+            name or a line of `options.setup` would be read as lines of the script.
     """
-    limit = limit_s(options.time)
-    if limit is not None and warn_s >= limit:
+    if (limit := limit_s(options.time)) and warn_s >= limit:
         short = f"the time limit --time {options.time} is no longer than that; raise it, or lower the other"
         raise ConfigError(f"--warn {warn_s}: {short} (--warn={ceil(limit / 3)})")
     if config.run.resume_step is not None:
         remedy = "every start of the job would go back to it; go back once by `megatron-dapo train`, without it here"
         raise ConfigError(f"run.resume_step = {config.run.resume_step}: {remedy}")
     used = used_of_nodes(config, options)
-    nodes = options.nodes or len(used)
-    if nodes < len(used):
+    if (nodes := options.nodes or len(used)) < len(used):
         raise ConfigError(f"--nodes {nodes}: trainer and servers need at least {len(used)} nodes of this size")
     kept = [override for override in overrides if not override.startswith(("run.resume", "run.dir="))]
     run_dir, cwd = Path(config.run.dir).resolve(), Path.cwd()
     for text in (str(run_dir), str(file), str(cwd), *options.sbatch):
         if not text.isprintable():  # no quotes protect these lines of the script: the rest of one would be run
             raise ConfigError(f"{text!r}: holds a line break or another control character; choose another name")
-        # A path is absolute.
-        if re.match(r"--(?:time|signal|nodes|ntasks(?:-per-node)?|cpus-per-task)(?![\w-])|-[tNnc]", text):
+    if "\\" in str(run_dir):  # in --output sbatch and slurmd each read them in their own way
+        raise ConfigError(f"run.dir = {run_dir}: Slurm takes no backslash in the path of its log; choose another name")
+    for text in options.sbatch:
+        # sbatch takes the beginning of a name for the name.
+        if any(f" {name}" in _OWN for name in re.findall(r"(?<!\S)(?:--[\w-]+|-[tNnc])", text)):
             raise ConfigError(f"--sbatch={text}: would replace the script's own; see --time, --nodes, --cpus-per-node")
+    for line in options.setup:
+        # The brace stays open after an open quote, a here-document, and a line that the next one continues.
+        read = subprocess.run(["bash", "-nO", "extglob"], input=f"{{ :; {line}\n}}", text=True, capture_output=True)
+        if read.returncode:
+            raise ConfigError(f"--setup {line}: bash cannot read it by itself; give whole commands, with quotes closed")
     # Of a run on one node only its GPUs, with their part of the cores; else whole nodes.
     gpus = used[0] if nodes == 1 and options.gpus_per_node else options.gpus_per_node
     cpus = max(1, options.cpus_per_node * gpus // options.gpus_per_node) if gpus else options.cpus_per_node
@@ -151,6 +162,8 @@ def batch_script(file: Path, overrides: Sequence[str], config: Config, options: 
         "run.sbatch.j2",
         **named,
         quote=shlex.quote,
+        # `--NAME=VALUE` is one word, also where the value has blanks; quotes of the user's own stay.
+        more=[shlex.quote(s) if re.fullmatch(r"""--[\w-]+=((?! -\S)[^"'])*""", s) else s for s in options.sbatch],
         whole=nodes > 1 or used[0] == (options.gpus_per_node or options.cpus_per_node),
         asks_memory=any(line.startswith("--mem") for line in options.sbatch),
         asks_gpus=any(re.match(r"--gpus|-G|--gres[= ](.*,)?(gres/)?gpu\b", line) for line in options.sbatch),

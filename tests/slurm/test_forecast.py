@@ -73,6 +73,14 @@ def test_the_command_says_what_the_plan_says(name, arguments, said, tmp_path):
     assert "note:" not in done.stdout
 
 
+def test_more_seconds_than_sbatch_takes_are_refused_with_the_limit(tmp_path):
+    words = ["slurm", str(RECIPES / "h100_32.yaml"), f"run.dir={tmp_path}/run", "--gpus-per-node=0", "--time=9-0"]
+    refused = CliRunner().invoke(app, [*words, "--warn=65536"])
+    assert refused.exit_code == 2
+    assert "65535" in refused.stderr
+    assert "#SBATCH --signal=B:USR1@65535\n" in CliRunner().invoke(app, [*words, "--warn=65535"]).stdout
+
+
 def test_slurm_finds_the_log_folder_however_the_script_was_made(tmp_path):
     run = CliRunner().invoke
     command = ["slurm", str(RECIPES / "h100_32.yaml")]

@@ -155,8 +155,27 @@ def test_the_command_takes_over_the_folders_of_its_own_verifiers(tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("--comment=hello world", "'--comment=hello world'"),
+        ("--comment=a - b #c", "'--comment=a - b #c'"),
+        ('--comment="hello world"', '--comment="hello world"'),
+        ("-p h100", "-p h100"),
+        ("--partition h100", "--partition h100"),
+        ("--partition=h100 -A me", "--partition=h100 -A me"),
+        ("--gres=gpu:h100:8", "--gres=gpu:h100:8"),
+        ("--time-min=1:00:00", "--time-min=1:00:00"),
+        ("--nodelist=a[1-2],b", "'--nodelist=a[1-2],b'"),
+    ],
+)
+def test_an_option_with_blanks_in_its_value_is_one_word_for_sbatch(given, written):
+    assert written in requested(script(sbatch=(given,)))
+
+
+@pytest.mark.parametrize(
     ("lines", "code", "said"),
     [
+        (("shopt -s extglob", "echo !(no such file*) ready  # a 'comment'"), 0, "ready"),
         (("echo ${NOT_SET}ready", "module() { return 0; }", "module load cuda"), 0, "ready"),
         (("false | true", "[ -d / ] && echo there"), 0, "there"),
         (("export A=it\\'s", "module load cuda", "echo went on"), 2, "failed with exit code 127: module load cuda"),
@@ -189,10 +208,21 @@ def test_setup_lines_run_as_at_a_prompt_and_one_that_fails_ends_the_job(lines, c
         ([], {"sbatch": ("--ntasks-per-core=1", "--ntasks-per-node=4")}, "--sbatch=--ntasks-per-node=4"),
         ([], {"sbatch": ("--ntasks=4",)}, "--sbatch=--ntasks=4"),
         ([], {"sbatch": ("-n4",)}, "--sbatch=-n4"),
+        ([], {"sbatch": ("--tasks-per-node=2",)}, "--sbatch=--tasks-per-node=2"),
+        ([], {"sbatch": ("--nod=2",)}, "--sbatch=--nod=2"),
+        ([], {"sbatch": ("--ntasks-per=2",)}, "--sbatch=--ntasks-per=2"),
+        ([], {"sbatch": ("--cpus-per-ta 3",)}, "--sbatch=--cpus-per-ta 3"),
+        ([], {"sbatch": ("-p h100 -t 5",)}, "--sbatch=-p h100 -t 5"),
+        ([], {"sbatch": ("--partition=h100 --sig=USR1@5",)}, "--sbatch=--partition=h100 --sig=USR1@5"),
         ([], {"sbatch": ("--cpus-per-gpu=2", "--cpus-per-task=4")}, "--sbatch=--cpus-per-task=4: .* --cpus-per-node"),
         ([], {"time": "1:00:00\ntouch b"}, "no time limit of Slurm's"),
         ([], {"time": "10", "warn_s": 600}, r"no longer than that.*\(--warn=200\)"),
         (["run.resume=true", "run.resume_step=3"], {}, "run.resume_step = 3: every start"),
+        (["run.dir='r\\1'"], {}, r"run.dir = .*r\\1: Slurm takes no backslash"),
+        ([], {"setup": ("true", 'export A="x')}, '--setup export A="x: bash cannot read it by itself'),
+        ([], {"setup": ("cat <<END",)}, "--setup cat <<END: "),
+        ([], {"setup": ("export A=x \\",)}, "--setup export A=x "),
+        ([], {"setup": ("true &&",)}, "--setup true &&: "),
     ],
 )
 def test_what_would_make_another_script_of_it_is_refused(overrides, changed, words):
@@ -211,6 +241,8 @@ def test_what_would_make_another_script_of_it_is_refused(overrides, changed, wor
         ("1-0:0:5", 86405),
         ("UNLIMITED", None),
         ("0", None),
+        ("00:00:00", None),
+        ("0-0", None),
     ],
 )
 def test_time_limits(time, seconds):

@@ -1,11 +1,16 @@
 """What the conversion's command refuses before it starts, and what it says where a worker fails."""
 
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.actor.gloo import ForkedRanks
 from tests.actor.tiny import save_tiny
 from tools.convert_checkpoint import main
 from tools.rank_pool import RankError
@@ -70,6 +75,49 @@ def test_a_worker_that_fails_is_told_without_its_traceback(model, tmp_path, monk
 def test_an_option_that_nothing_would_read_is_refused(refused, model, tmp_path, option):
     command, name = option
     assert f"{name} 2: is the layout that --verify loads" in refused(command, model, tmp_path / "x", name, 2)
+
+
+@pytest.fixture
+def cached(model, monkeypatch) -> str:
+    """The address of a model that Hugging Face's cache has; nothing answers for the hub."""
+    cache = model.parent / "cache" / "hub" / "models--owner--small"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(model, cache / "snapshots" / ("a" * 40))
+    for name in ("HF_HUB_CACHE", "http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(model.parent / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    return "hf://owner/small"
+
+
+def test_a_model_of_the_hub_is_converted_by_its_address(cached, refused, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tools.convert_checkpoint.RankPool", ForkedRanks)
+    there, back = tmp_path / "megatron", tmp_path / "back"
+    assert main(["to-megatron", cached, str(there), "--processes", "1"]) == 0
+    step = tmp_path / "run" / "checkpoints" / "step_1"
+    shutil.copytree(there, step / "actor", ignore=shutil.ignore_patterns("hf"))
+    manifest = json.loads((there / "manifest.json").read_text())
+    manifest["files"] = {name: digest for name, digest in manifest["files"].items() if not name.startswith("hf/")}
+    (step / "actor" / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["to-hf", str(step), str(back), "--processes", "1", "--base", cached]) == 0
+    (tmp_path / "run" / "config.yaml").write_text(f"model: {{path: '{cached}'}}\n")
+    assert main(["to-hf", str(step), str(back), "--processes", "1", "--overwrite"]) == 0
+    before, after = load_file(model / "model.safetensors"), load_file(back / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert "MODEL = hf://owner: write hf://OWNER/NAME" in refused("to-megatron", "hf://owner", tmp_path / "x")
+
+
+@pytest.mark.parametrize("verify", [(), ("--verify",)])
+@pytest.mark.parametrize("name", ["", "model", "checkpoints"])
+def test_what_is_no_checkpoint_is_told_from_a_damaged_one(refused, model, tmp_path, monkeypatch, name, verify):
+    monkeypatch.setattr("tools.conversion.workers.start_workers", lambda *_: None)
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_1").mkdir(parents=True)
+    shutil.copytree(model, run / "model")
+    (run / "manifest.json").write_text("{}")
+    told = refused("to-hf", run / name, tmp_path / "out", "--base", model, *verify)
+    assert f"{run / name}: no checkpoint; name RUN/checkpoints/step_N, or a folder that to-megatron wrote" in told
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])

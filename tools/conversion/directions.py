@@ -34,6 +34,7 @@ from megatron_dapo.actor.weights.hf_files import (
 from megatron_dapo.actor.weights.model_tensors import check_weights, hf_shapes
 from megatron_dapo.config.actor_config import LayoutConfig
 from megatron_dapo.config.base import ConfigError
+from megatron_dapo.data.hub import local_path
 from tools.conversion.adapters import Adapters
 from tools.conversion.megatron_files import CheckpointReader, PartWriter, write_metadata
 from tools.conversion.stored import Stored, extra_state_keys, in_dtype, share, stored_parameters
@@ -188,8 +189,15 @@ def write_hf_part(
 
 
 def actor_folder(folder: Path) -> Path:
-    """The trainer's part of a run's checkpoint `step_N`, or the folder itself."""
-    return folder / "actor" if (folder / "actor").is_dir() else folder
+    """The trainer's part of a run's checkpoint `step_N`, or the folder itself.
+
+    Raises:
+        ConfigError: it has nothing of a checkpoint.
+    """
+    found = folder / "actor" if (folder / "actor").is_dir() else folder
+    if not any((found / name).exists() for name in (STATE_FILE, ".metadata")):
+        raise ConfigError(f"{folder}: no checkpoint; name RUN/checkpoints/step_N, or a folder that to-megatron wrote")
+    return found
 
 
 def adapters_in(folder: Path) -> dict[str, Any]:
@@ -216,9 +224,10 @@ def base_of(checkpoint: Path) -> Path:
     run_config = above[2] / "config.yaml" if len(above) > 2 else None
     if run_config is not None and run_config.is_file():
         try:
-            model = Path(yaml.safe_load(run_config.read_text(encoding="utf-8"))["model"]["path"])
+            text = str(yaml.safe_load(run_config.read_text(encoding="utf-8"))["model"]["path"])
         except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             raise ConfigError(f"{run_config}: says no model.path ({error!r}); give --base") from None
+        model = Path(local_path(text, "--base"))
         began = Path()
         with suppress(OSError, ValueError, KeyError, TypeError):
             began = Path(json.loads(run_config.with_name("manifest.json").read_text(encoding="utf-8"))["folder"])
