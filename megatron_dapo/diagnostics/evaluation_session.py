@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,16 @@ async def evaluate(config: Config, out: Path, console: Console, rollout_step: in
     waits, deadline_s = Waits(), config.run.step_deadline_s
     out.mkdir(parents=True, exist_ok=True)
     with closing(console), lock_folder(out), closing(RewardPool(config.reward)) as pool:
+        asked = partial(Evaluator, config, text=text, heldout=heldout, folder=out)
+        nobody: Any = None
+        if weights:  # before servers, which may take minutes, are started
+            ResponseLog(out, answer_settings(config, asked(responder=nobody), rules, described))
         async with (
             heartbeat(out, waits, 0, console),
             local_fleet(config, out, waits, vocab_size=text.vocab_size, report=console.note) as fleet,
         ):
             responder = Responder(fleet=fleet, pool=pool, decoder=text.decoder, rules=rules)
-            evaluator = Evaluator(config, text=text, heldout=heldout, responder=responder, folder=out)
+            evaluator = asked(responder=responder)
             described = described or await weight_labels(fleet)
             total = len(evaluator.keys)
             log = ResponseLog(out, answer_settings(config, evaluator, rules, described))

@@ -1,5 +1,6 @@
 """Responses on disk: none is lost, none is asked for twice, none of another evaluation is taken over."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +12,18 @@ from megatron_dapo.diagnostics.evaluation_session import (
     EvaluationError,
     ResponseLog,
     answer_settings,
+    evaluate,
     weight_labels,
 )
 from megatron_dapo.experience.evaluation import Answer
+from megatron_dapo.monitor.console import Console
 from megatron_dapo.storage.durable import FolderHeld, lock_folder
 from tests.processes import ROOT
 from tests.rollout.fleet_kit import fleet_of, run
 from tests.rollout.standin import StandIn
 
 QUICKSTART = ROOT / "examples" / "quickstart" / "dapo.yaml"
+HELD = QUICKSTART.parent / "data" / "heldout.jsonl"
 
 SETTINGS = {"weights": {"fingerprint": "a"}, "temperature": 1.0, "stop_token_ids": [2]}
 ANSWER = Answer(text="so \ud800 Answer: 42", tokens=3, truncated=False, correct=True, extracted="42", error=None)
@@ -102,3 +106,14 @@ def test_two_models_that_servers_hold_under_one_name_are_told_apart():
             assert (await weight_labels(fleet))["label"] == "13"
 
     run(test)
+
+
+def test_other_settings_are_named_before_servers_are_started(tmp_path, monkeypatch):
+    def never(*about, **more):
+        raise AssertionError("servers are started")
+
+    monkeypatch.setattr("megatron_dapo.diagnostics.evaluation_session.local_fleet", never)
+    write(tmp_path, 1)
+    config = load_config(QUICKSTART, [f"model.path={QUICKSTART.with_name('base')}", f"evaluation.path={HELD}"])
+    with pytest.raises(EvaluationError, match="responses were made with weights"):
+        asyncio.run(evaluate(config, tmp_path, Console(), None))
