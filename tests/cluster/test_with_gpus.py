@@ -55,7 +55,7 @@ def test_servers_of_this_machine_get_the_gpus_after_the_trainers_or_beside_its_r
     monkeypatch.setattr(run_context, "RolloutFleet", lambda _, ours, **__: SimpleNamespace(ours=ours, close=none))
     config = load_config(CONFIG, ["actor.device=cuda", "actor.layout.data=1", *keys])
     home = SimpleNamespace(
-        path=tmp_path, logs=tmp_path, drop_rollout=none, set_summary_aside=none, write_text=none, write_json=none
+        path=tmp_path, logs=tmp_path, drop_rollout=none, set_results_aside=none, write_text=none, write_json=none
     )
     inputs = SimpleNamespace(model=None, text=SimpleNamespace(vocab_size=1))
     run = SimpleNamespace(
@@ -66,7 +66,7 @@ def test_servers_of_this_machine_get_the_gpus_after_the_trainers_or_beside_its_r
         waits=None,
         stack=AsyncExitStack(),
     )
-    made, fleet, _, found = asyncio.run(run_context._services(run, None, goes_on=True))
+    made, fleet, _, found = asyncio.run(run_context._services(run, SimpleNamespace(rollout_step=0), goes_on=True))
     assert (made.on_gpu, [one.spec.gpus for one in fleet.ours], found) == (True, wanted, shared)
     assert {one.spec.device for one in fleet.ours} == {"cuda"}
 
