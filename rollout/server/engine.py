@@ -241,5 +241,6 @@ def _group_members(group: int) -> list[psutil.Process]:
 def _shared_memory(pid: int) -> set[Path]:
     """SGLang's files in /dev/shm that the process has mapped; it removes none of them."""
     with suppress(OSError):  # gone meanwhile
-        return {Path(line.split()[-1]) for line in Path(f"/proc/{pid}/maps").open() if "/dev/shm/sgl" in line}
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        return {Path(line.split()[-1]) for line in lines if "/dev/shm/sgl" in line}
     return set()
